@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowkv.runtime.errors import has_memory
-from narrowkv.runtime.launch import Arg
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 
@@ -21,8 +20,6 @@ __all__ = [
     "bind_quantized_rows",
     "byte_range",
     "format_id_of",
-    "named",
-    "named_tensors",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -190,17 +187,3 @@ def format_id_of(*structs: tuple[Any, ...]) -> int:
         value.dtype if isinstance(value, torch.Tensor) else value for each in structs for value in each
     )
     return _format_ids.setdefault(signature, len(_format_ids))
-
-
-def named_tensors(side: str, struct: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a struct by the names that `named` gives them."""
-    fields = zip(struct._fields, struct, strict=True)
-    return {f"{side}_{name}": value for name, value in fields if isinstance(value, torch.Tensor)}
-
-
-def named(side: str, struct: Any) -> Any:
-    """The struct with an `Arg` in place of each tensor, named after the side and the field."""
-    fields = zip(struct._fields, struct, strict=True)
-    return type(struct)(
-        *(Arg(f"{side}_{name}") if isinstance(value, torch.Tensor) else value for name, value in fields)
-    )

@@ -15,9 +15,10 @@ from narrowkv.runtime.launch import (
     LaunchOptions,
     PreparedCall,
     launch_by_name,
+    named,
 )
 from narrowkv.runtime.targets import Target
-from narrowkv.sparse_fp8.binding import NO_CSR, NO_ROWS, RowsFormat, named
+from narrowkv.sparse_fp8.binding import NO_CSR, NO_ROWS, RowsFormat
 from narrowkv.sparse_fp8.checks import SparseSettings
 from narrowkv.sparse_fp8.config import SparseConfig, few_heads_registers
 from narrowkv.sparse_fp8.formats import widened_format

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from narrowkv.runtime.launch import BoundLaunch
+from narrowkv.runtime.launch import BoundLaunch, named_values
 from narrowkv.runtime.launch.workspace import Block
 from narrowkv.runtime.operation import Bounded
-from narrowkv.sparse_fp8.binding import INT32_MAX, named_tensors
+from narrowkv.sparse_fp8.binding import INT32_MAX
 from narrowkv.sparse_fp8.checks import SparseSettings, check_values
 from narrowkv.sparse_fp8.config import (
     INVARIANT_SPLITS,
@@ -253,7 +253,7 @@ class SparsePlan(SparseSettings):
             values["q_nope"] = q
             token, head, _ = q.stride()
             return (token, head), far or heads * head > INT32_MAX, ""
-        values |= named_tensors("q", q.bound.pointers)
+        values |= named_values("q", q.bound.pointers)
         if config.family == "portable" and self.mode != "prepass":
             return q.bound.format_id, far, ""
         count = tokens * heads

@@ -22,6 +22,7 @@ from narrowkv.runtime.errors import (
     check_shape,
     check_tensor,
 )
+from narrowkv.runtime.launch import named_values
 from narrowkv.sparse_fp8.binding import (
     BoundRows,
     RowsFormat,
@@ -29,7 +30,6 @@ from narrowkv.sparse_fp8.binding import (
     bind_csr,
     byte_range,
     format_id_of,
-    named_tensors,
 )
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, ROPE_DIM
@@ -141,7 +141,7 @@ class KVSource:
     def arguments(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of `pointers` and `csr` as a call's values, for each side of a call."""
         return {
-            side: named_tensors(side, self.pointers) | named_tensors(side, self.csr)
+            side: named_values(side, self.pointers) | named_values(side, self.csr)
             for side in ("prefix", "extend")
         }
 

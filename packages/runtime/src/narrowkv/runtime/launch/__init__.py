@@ -25,6 +25,8 @@ from narrowkv.runtime.launch.prepared import (
     Part,
     PreparedCall,
     launch_by_name,
+    named,
+    named_values,
 )
 from narrowkv.runtime.launch.recording import RecordExecutor, recording
 from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, warmup
@@ -60,6 +62,8 @@ __all__ = [
     "is_compiled",
     "launch",
     "launch_by_name",
+    "named",
+    "named_values",
     "recording",
     "run_as",
     "warmup",

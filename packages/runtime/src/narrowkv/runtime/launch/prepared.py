@@ -43,6 +43,22 @@ class Arg:
         return values[self.name]
 
 
+def named(name: str, struct: Any) -> Any:
+    """A struct with an `Arg` for each tensor and float in it, named after the struct and the field."""
+    return type(struct)(
+        *(
+            Arg(f"{name}_{field}") if isinstance(value, torch.Tensor | float) else value
+            for field, value in zip(struct._fields, struct, strict=True)
+        )
+    )
+
+
+def named_values(name: str, struct: Any) -> dict[str, Any]:
+    """The tensors and floats of a struct by the names that `named` gives them."""
+    fields = zip(struct._fields, struct, strict=True)
+    return {f"{name}_{field}": value for field, value in fields if isinstance(value, torch.Tensor | float)}
+
+
 class Part:
     """Stands for a tensor within a block of memory that each call gives.
 
