@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _V = TypeVar("_V")
-_MOST_CALLS = 256
 SCRATCH = "scratch"  # the name of the memory that a call without a workspace allocates
 
 
@@ -100,6 +99,7 @@ class Plan:
         handle: the name by which operators of `torch.ops.narrowkv` find the plan in this process.
     """
 
+    most_calls: ClassVar[int] = 256  # prepared calls that a plan keeps
     target: Target
     device: torch.device
     workspace: Workspace | None = field(repr=False, default=None)
@@ -111,7 +111,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Makes the plan known to operators, and divides its workspace."""
-        made: dict[str, Any] = {"handle": handle_of(self), "calls": Bounded(_MOST_CALLS), "_bound": {}}
+        made: dict[str, Any] = {"handle": handle_of(self), "calls": Bounded(self.most_calls), "_bound": {}}
         blocks = {} if self.workspace is None else self.blocks()
         tensors = () if self.workspace is None else self.workspace.carve(list(blocks.values()))
         made["_scratch"] = dict(zip(blocks, tensors, strict=True))
@@ -123,8 +123,8 @@ class Plan:
         return replace(self)
 
     def blocks(self) -> dict[str, Block]:
-        """Scratch of the largest call by name: shapes and dtypes."""
-        raise NotImplementedError
+        """Scratch of the largest call by name: shapes and dtypes; none where calls divide the workspace."""
+        return {}
 
     def workspace_bytes(self) -> int:
         """Bytes of workspace that the largest call takes."""
