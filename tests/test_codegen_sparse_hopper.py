@@ -96,7 +96,7 @@ def test_the_calls_of_the_gpu_tests_copy_16_bytes_at_once(
     way: str, heads: int, sm90_code: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two sources Triton 3.8 and later would copy 4 bytes, and refuses 2."""
-    monkeypatch.setattr("narrowkv.sparse_fp8.plan.specialised_pays", lambda *_: True)
+    monkeypatch.setattr("narrowkv.sparse_fp8.operation.specialised_pays", lambda *_: True)
     case = SparseCase.for_specialised(way, heads)
     inputs = case.build()
     q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q

@@ -21,15 +21,17 @@ from triton.runtime.jit import native_specialize_impl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowkv.runtime.launch import (
-    VARIES,
+    Arg,
     BoundLaunch,
+    Clear,
     Described,
-    FixedLaunch,
+    KernelLaunch,
     LaunchOptions,
     Part,
-    Varies,
+    PreparedCall,
     executing,
     gpu,
+    launch_by_name,
     path,
 )
 from narrowkv.runtime.launch.gpu import GpuLaunch, key_function
@@ -102,7 +104,9 @@ def launch_by(launcher: GpuLaunch, world: SimpleNamespace, monkeypatch: pytest.M
     """Makes the launch path launch by it, and CPU tensors, whose device is -1, count as a GPU's."""
 
     def launch(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> GpuLaunch:
+        world.device = DEVICE.index
         launcher.launch(grid, args, DEVICE)
+        world.device = -1
         return launcher
 
     monkeypatch.setattr(path, "launch", launch)
@@ -309,49 +313,64 @@ def test_a_call_costs_little_python(world: SimpleNamespace, kernel: Kernel) -> N
     assert ratio < 12
 
 
-# ------------------------------------------------------------------------------------------ fixed launches
+# ------------------------------------------------------------------------------------------ prepared calls
+
+Prepare = Callable[..., PreparedCall]
 
 
 @pytest.fixture
-def fixed(kernel: Kernel, world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> FixedLaunch:
-    """A launch with x, the stride of rows and the batch varying."""
+def prepare(kernel: Kernel, world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """Prepares a call of one launch, with the arguments in the kernel's order."""
     launch_by(GpuLaunch(kernel, {"BLOCK": 64}, LaunchOptions()), world, monkeypatch)
     bound = BoundLaunch(kernel, {"BLOCK": 64}, LaunchOptions())
-    return FixedLaunch(bound, (VARIES, Rows(torch.zeros(64), 32), 5, VARIES, 9, VARIES))
+
+    def prepared(names: str, *args: Any, grid: tuple[Any, Any, Any] = (5, 1, 1)) -> PreparedCall:
+        return PreparedCall(names.split(), [KernelLaunch(bound, grid, args)])
+
+    return prepared
+
+
+def _of_rows(prepare: Prepare) -> PreparedCall:
+    """A call with x, the batch and the scale varying."""
+    rows = Rows(torch.zeros(64), 32)
+    return prepare("x batch scale", Arg("x"), rows, 5, Arg("batch"), 9, Arg("scale"))
 
 
 @pytest.mark.parametrize(("first", "others"), [(32, (1, 33)), (1, (2, 16)), (5, (1, 48))])
 def test_ints_of_structs_that_vary_are_specialised_on(
-    kernel: Kernel, fixed: FixedLaunch, first: int, others: tuple[int, ...]
+    kernel: Kernel, prepare: Prepare, first: int, others: tuple[int, ...]
 ) -> None:
     x = torch.zeros(64)
-    launch = FixedLaunch(fixed.bound, (x, Rows(x, VARIES), 5, 3, 9, 0.5))
+    call = prepare("stride", x, Rows(x, Arg("stride")), 5, 3, 9, 0.5)
     for number, stride in enumerate((first, *others), start=1):
-        launch((1, 1, 1), (stride,))
-        launch((1, 1, 1), (stride,))
+        for _ in range(3):
+            call.run(stride=stride)
         assert len(kernel.compiled) == number
 
 
-def test_a_fixed_launch_takes_what_varies(kernel: Kernel, fixed: FixedLaunch) -> None:
-    x, y = torch.zeros(64), torch.zeros(64)
-    fixed((5, 1, 1), (x, 3, 0.5))
+def test_a_prepared_call_takes_what_varies_by_name(kernel: Kernel, prepare: Prepare) -> None:
+    x, y, rows = torch.zeros(64), torch.zeros(64), Rows(torch.zeros(64), 32)
+    call = prepare("x n batch scale", Arg("x"), rows, 5, Arg("batch"), 9, Arg("scale"), grid=(Arg("n"), 2, 1))
+    for _ in range(2):
+        call.run(batch=3, scale=0.5, x=x, n=5)
     assert len(kernel.compiled) == 1
-    fixed((7, 2, 1), (y, 16, 2.5))
+    call.run(scale=2.5, batch=16, n=7, x=y)
     assert len(kernel.compiled) == 1
-    (_, call) = kernel.calls[-1]
-    assert call[:4] == (7, 2, 1, 99)
-    rows = fixed.args((y, 16, 2.5))[1]
-    assert isinstance(rows, Rows)
-    assert call[9:] == (y.data_ptr(), (rows.ptr.data_ptr(), 32), 5, 16, 9, 2.5, 64, 7)
+    (_, last) = kernel.calls[-1]
+    assert last[:4] == (7, 2, 1, 99)
+    assert last[9:] == (y.data_ptr(), (rows.ptr.data_ptr(), 32), 5, 16, 9, 2.5, 64, 7)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        call.run(y=y, batch=16, scale=2.5, n=7)
 
 
-def test_a_fixed_launch_leaves_other_specialisations_to_the_bound_one(
-    kernel: Kernel, fixed: FixedLaunch, monkeypatch: pytest.MonkeyPatch
+def test_a_prepared_call_leaves_other_specialisations_to_the_launch_path(
+    kernel: Kernel, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, odd = torch.zeros(64), torch.zeros(65)[1:]
+    x, odd, call = torch.zeros(64), torch.zeros(65)[1:], _of_rows(prepare)
 
     def compiled_after(*values: Any) -> int:
-        fixed((5, 1, 1), values)
+        for _ in range(3):
+            call.run(*values)
         return len(kernel.compiled)
 
     assert compiled_after(x, 3, 0.5) == 1
@@ -359,28 +378,53 @@ def test_a_fixed_launch_leaves_other_specialisations_to_the_bound_one(
     assert compiled_after(odd, 4, 0.5) == 2
     assert compiled_after(x, 2**40, 0.5) == 3, "64 bits"
     assert compiled_after(x, 4, 0.5) == 3
+    other: list[Any] = []
+    monkeypatch.setattr(path, "launch", lambda kernel, grid, args, *rest: other.append(args))
     with FakeTensorMode():
         fake = torch.zeros(64)
     before = len(kernel.calls)
-    for bad in (fake, torch.zeros(64, device="meta")):
-        assert not fixed._fast((5, 1, 1), (bad, 3, 0.5))  # type: ignore[misc]
+    for number, bad in enumerate((fake, torch.zeros(64, device="meta")), start=1):
+        call.run(bad, 3, 0.5)
+        assert len(other) == number
     with executing(path.InterpretExecutor(get_target("cpu"))):
-        assert not fixed._fast((5, 1, 1), (x, 3, 0.5))  # type: ignore[misc]
+        call.run(x, 3, 0.5)
+    assert len(other) == 3
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
-    assert not fixed._fast((5, 1, 1), (x, 3, 0.5))  # type: ignore[misc]
+    call.run(x, 3, 0.5)
+    assert len(other) == 4
     assert len(kernel.calls) == before
 
 
-def test_several_launches_share_their_values(kernel: Kernel, fixed: FixedLaunch) -> None:
-    x, y = torch.zeros(64), torch.zeros(64)
-    launch = FixedLaunch(fixed.bound, (Varies(2), Rows(Varies(0), 32), 5, Varies(4), 9, VARIES))
-    for _ in range(2):
-        launch((5, 1, 1), (x, "for another launch", y, None, 3, 0.5))
-    assert kernel.calls[-1][1][9:15] == (y.data_ptr(), (x.data_ptr(), 32), 5, 3, 9, 0.5)
-    launch((5, 1, 1), (x, None, y, None, -3, 0.5))
-    launch((5, 1, 1), (x, None, y, None, -4, 0.5))
-    assert len(kernel.compiled) == 2, "only the first negative number goes to the launch path"
+def test_the_steps_of_a_call_share_its_values(kernel: Kernel, prepare: Prepare) -> None:
+    x, y, block = torch.zeros(64), torch.zeros(64), torch.ones(512, dtype=torch.uint8)
+    (launch,) = _of_rows(prepare)._steps
+    assert isinstance(launch, KernelLaunch)
+    args = (Arg("y"), Rows(Part(Arg("block"), 256, torch.float32), 32), 5, Arg("batch"), 9, Arg("scale"))
+    names = ("x", "y", "unused", "batch", "scale", "block")
+    steps = [launch, Clear(Part(Arg("block"), 256, torch.int32), 1), launch._replace(args=args)]
+    call = PreparedCall(names, steps)
+    for number in range(4):
+        block.fill_(1)
+        call.run(x=x, y=y, unused=None, batch=3, scale=0.5, block=block)
+        assert block.nonzero().numel() == 508, "four bytes are cleared"
+        assert block[256:260].count_nonzero() == 0
+        if number:  # the very first launch is Triton's
+            (_, first), (_, second) = kernel.calls[-2:]
+            assert first[9] == x.data_ptr()
+            assert second[9:15] == (y.data_ptr(), (block.data_ptr() + 256, 32), 5, 3, 9, 0.5)
+    assert len(kernel.compiled) == 1
+    call.run(x, y, None, -3, 0.5, block)
+    call.run(x, y, None, -4, 0.5, block)
     assert kernel.calls[-1][1][12] == -4
+
+
+def test_arguments_by_name_are_exactly_the_kernels() -> None:
+    bound = BoundLaunch(_real_kernel, {"BLOCK": 64, "FLAG": 7}, LaunchOptions())
+    given = {"scale": 0.5, "x_ptr": 1, "rows": 2, "bias": 5, "batch": 4, "count": 3}
+    assert launch_by_name(bound, (8,), **given) == KernelLaunch(bound, (8, 1, 1), (1, 2, 3, 4, 5, 0.5))
+    given["size"] = given.pop("count")
+    with pytest.raises(TypeError, match=r"_real_kernel takes .*'count'.*got .*'size'"):
+        launch_by_name(bound, (8,), **given)
 
 
 class Encoding:
@@ -430,15 +474,18 @@ def test_tensor_descriptors_are_encoded_once(world: SimpleNamespace, monkeypatch
     x, sizes = torch.zeros(64), [32, 64, 64, 1]
     k, v, other = (_described(torch.zeros(32, 64).half()) for _ in "kvo")
     k_at, v_at, other_at = (each.base.data_ptr() for each in (k, v, other))
-    fixed = FixedLaunch(triton_of.bound, (VARIES, k, VARIES, VARIES))
-    for number, last in enumerate((v, v, v, other, other, v)):
-        fixed((5, 1, 1), (x, last, number))
-        if number:
+    step = KernelLaunch(triton_of.bound, (5, 1, 1), (Arg("x"), k, Arg("v"), Arg("n")))
+    call = PreparedCall(("x", "v", "n"), [step])
+    for number, last in enumerate((v, v, v, v, other, other, v)):
+        call.run(x=x, v=last, n=number)
+        if number > 1:
             maps = f"map of {k_at}", f"map of {last.base.data_ptr()}"
             assert triton_of.last() == [x.data_ptr(), maps[0], *sizes, maps[1], *sizes, number]
-    # The first launch is Triton's; `other` is encoded with k once more.
-    assert triton_of.encoded == [k_at, v_at] * 2 + [k_at, other_at]
-    assert len(triton_of.launched) == 5
+    # The first launches are Triton's; `other` is encoded with k once more.
+    assert triton_of.encoded[-2:] == [k_at, other_at]
+    assert triton_of.encoded[:-2] == [k_at, v_at] * (len(triton_of.encoded) // 2 - 1)
+    assert triton_of.encoded.count(other_at) == 1
+    assert len(triton_of.launched) == 6, "all but the first"
 
 
 @pytest.mark.codegen_all
@@ -450,20 +497,21 @@ def test_parts_of_a_block_are_addresses(world: SimpleNamespace, monkeypatch: pyt
         made.append(part.data_ptr())
         return _described(part[: rows * 64].view(rows, 64))
 
-    k = Described(Part(0, 2, torch.float16), 4, make)
-    v = Described(Part(0, 3, torch.float16), 4, make)
-    fixed = FixedLaunch(triton_of.bound, (Part(0, 1, torch.float32), k, v, Varies(4)))
+    block, rows = Arg("block"), Arg("rows")
+    k, v = (Described(Part(block, Arg(name), torch.float16), rows, make) for name in ("k_at", "v_at"))
+    args = (Part(block, Arg("x_at"), torch.float32), k, v, rows)
+    names = ("block", "x_at", "k_at", "v_at", "rows")
+    call = PreparedCall(names, [KernelLaunch(triton_of.bound, (5, 1, 1), args)])
     sizes = [32, 64, 64, 1]
     blocks = [torch.zeros(16384, dtype=torch.uint8) for _ in range(2)]
-    for number, (block, shift) in enumerate(((0, 0), (0, 0), (1, 0), (0, 0), (0, 256), (1, 0))):
+    for number, (at, shift) in enumerate(((0, 0), (0, 0), (0, 0), (1, 0), (0, 0), (0, 256), (1, 0))):
         offsets = (0, 256 + shift, 4352 + shift)
-        fixed((5, 1, 1), (blocks[block], *offsets, 32))
-        if number:
-            x, k_at, v_at = (blocks[block].data_ptr() + offset for offset in offsets)
+        call.run(blocks[at], *offsets, 32)
+        if number > 1:
+            x, k_at, v_at = (blocks[at].data_ptr() + offset for offset in offsets)
             assert triton_of.last() == [x, f"map of {k_at}", *sizes, f"map of {v_at}", *sizes, 32]
-    # For Triton, for the launch that is written, then once for each of three addresses.
-    assert len(made) == 2 * (1 + 1 + 3)
-    assert not fixed._fast((5, 1, 1), (blocks[0][8:], *offsets, 32)), "not aligned"  # type: ignore[misc]
+    # For Triton twice, for the call that is written, then once for each of three addresses.
+    assert len(made) == 2 * (2 + 1 + 3)
 
 
 @pytest.mark.codegen_all
@@ -490,6 +538,6 @@ def test_tritons_own_launcher_gets_what_its_wrapper_passes(monkeypatch: pytest.M
 
 def test_a_part_lies_bytes_from_the_beginning_of_its_block_whatever_the_blocks_dtype() -> None:
     counters = torch.arange(128, dtype=torch.int32)
-    part = Part(0, 1, torch.int32).of((counters, 256))
+    part = Part(Arg("block"), Arg("offset"), torch.int32).of({"block": counters, "offset": 256})
     assert part.data_ptr() == counters.data_ptr() + 256
     assert part.tolist() == list(range(64, 128))

@@ -19,7 +19,7 @@ BOUND_16_BITS = 0.004
 @pytest.fixture
 def hopper(monkeypatch):
     """Calls are planned for Hopper, whose times are known."""
-    monkeypatch.setattr("narrowkv.sage.planning.active_target", lambda device: TARGETS["sm90"])
+    monkeypatch.setattr("narrowkv.sage.api.active_target", lambda device: TARGETS["sm90"])
 
 
 def _shape(tokens, ragged=False):

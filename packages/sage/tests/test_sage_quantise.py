@@ -11,6 +11,7 @@ from narrowkv.quant.quantize import quantize_per_channel
 from narrowkv.quant.sage import SAGE_GRANULARITIES, block_mean, quantize_per_token_group, token_mean
 from narrowkv.runtime.launch import run_as
 from narrowkv.sage import plan_sage
+from narrowkv.sage.launches import as_stored
 from narrowkv.sage.prequantized import key_positions
 from narrowkv.sage.reference import ranges_of, scratch_rows
 from narrowkv.testing.cases.sage import PRECISIONS, SageCase
@@ -54,9 +55,10 @@ def check_prepass(workload, device="cpu", *, tensors=None, granularity="", **opt
     q, k, v, starts_q, starts_k = tensors or workload.build(device)
     if granularity:
         options |= {"q_granularity": granularity, "k_granularity": granularity}
-    plan = plan_sage(q, k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options)
+    plan = plan_sage(q, k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options).with_workspace()
     kv = plan.quantize_kv(k, v)
-    query, *_ = plan.launches.quantise_queries(q, starts_q, kv, plan.shape, lse=True)
+    plan.attend(q, kv, return_lse=True)
+    query, _ = plan.scratch(plan.blocks())
     q_ranges, k_ranges = ranges_of(q, starts_q), ranges_of(k, starts_k)
     q_rows, k_rows = (scratch_rows(r, ragged=workload.ragged) for r in (q_ranges, k_ranges))
     queries, keys, values = (
@@ -70,7 +72,14 @@ def check_prepass(workload, device="cpu", *, tensors=None, granularity="", **opt
     if plan.smooth_q:
         queries = [x.float() - block_mean(x).repeat_interleave(128, 0)[: len(x)] for x in queries]
     _check_rows(kv.k.cpu(), kv.k_descale.cpu(), keys, k_rows, plan.k_groups, plan.qk_format)
-    _check_rows(query.ptr.cpu(), query.descale.cpu(), queries, q_rows, plan.q_groups, plan.qk_format)
+    _check_rows(
+        as_stored(query["q_codes"], plan.qk_format).cpu(),
+        query["q_descale"].cpu(),
+        queries,
+        q_rows,
+        plan.q_groups,
+        plan.qk_format,
+    )
     for seq, (x, at) in enumerate(zip(values, k_rows, strict=True)):
         codes, descale = quantize_per_channel(x, plan.config.fp8)
         assert _same(kv.v_descale[seq].cpu(), descale)
@@ -80,7 +89,7 @@ def check_prepass(workload, device="cpu", *, tensors=None, granularity="", **opt
         for seq, (x, at) in enumerate(zip(queries, q_rows, strict=True)):
             mean = kv.k_mean[seq].cpu().repeat_interleave(workload.gqa_ratio, 0)
             expected = plan.sm_scale * (x.float() * mean).sum(-1)
-            torch.testing.assert_close(query.shift[:, at].T.cpu(), expected, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(query["shift"][:, at].T.cpu(), expected, rtol=1e-5, atol=1e-4)
     return plan
 
 

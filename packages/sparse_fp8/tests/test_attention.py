@@ -20,8 +20,8 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_reference,
 )
 from narrowkv.sparse_fp8.config import NUM_HEADS
-from narrowkv.sparse_fp8.launch import SparseLaunches
 from narrowkv.sparse_fp8.layouts import LAYOUTS
+from narrowkv.sparse_fp8.operation import SparsePlan
 from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.sparse import BOUND_16_BIT_QUERY, SparseCall, SparseCase
 
@@ -418,13 +418,14 @@ def test_offsets_beyond_31_bits(mode, device):
 
 def test_prepass_expands_what_is_less_the_pool_or_the_named_rows(device, monkeypatch):
     sizes = []
-    right = SparseLaunches.expand
+    right = SparsePlan._add_source
 
-    def expand(launches, rows, named_by, count, *rest):
-        sizes.append(count)
-        right(launches, rows, named_by, count, *rest)
+    def add_source(plan, values, side, source):
+        layout = right(plan, values, side, source)
+        sizes.append(values["prefix_rows"])
+        return layout
 
-    monkeypatch.setattr(SparseLaunches, "expand", expand)
+    monkeypatch.setattr(SparsePlan, "_add_source", add_source)
     agrees(W(mode="prepass", prefix_lens=(9, 2), pool_rows=256), device)
     agrees(W(mode="prepass", prefix_lens=(9, 2) * 20, pool_rows=64), device)
     assert sizes == [11, 64]

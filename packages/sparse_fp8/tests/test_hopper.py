@@ -10,10 +10,16 @@ import torch
 
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import device_target, get_target
-from narrowkv.sparse_fp8 import DSV4Rows, KVSource, config, plan_sparse, sparse_prefill_reference
+from narrowkv.sparse_fp8 import (
+    DSV4Rows,
+    KVSource,
+    config,
+    operation,
+    plan_sparse,
+    sparse_prefill_reference,
+)
 from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
 from narrowkv.sparse_fp8.formats import query_format
-from narrowkv.sparse_fp8.launch import SparseLaunches
 from narrowkv.sparse_fp8.planner import suits_specialised
 from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCall, SparseCase
@@ -122,15 +128,15 @@ def test_it_agrees_with_the_reference(way, heads, monkeypatch):
     case = SparseCase.for_specialised(way, heads)
     inputs = case.build("cuda")
     stages = []
-    original = SparseLaunches.attention
+    original = operation.prepare
 
-    def noted(launches, chosen, *arguments):
+    def noted(plan, chosen, *arguments):
         stages.append(chosen.stages)
-        return original(launches, chosen, *arguments)
+        return original(plan, chosen, *arguments)
 
-    monkeypatch.setattr(SparseLaunches, "attention", noted)
+    monkeypatch.setattr(operation, "prepare", noted)
     # Also for the few tiles of these programs, for which the portable kernel is faster.
-    monkeypatch.setattr("narrowkv.sparse_fp8.plan.specialised_pays", lambda *_: True)
+    monkeypatch.setattr("narrowkv.sparse_fp8.operation.specialised_pays", lambda *_: True)
     q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q
     out = torch.full(inputs.q.shape, math.nan, dtype=torch.float32, device="cuda")
     results = SparseCall(case, inputs, q).call(attn_sink=inputs.attn_sink, out=out)

@@ -35,7 +35,7 @@ def test_splits_of_any_call_fit_the_workspace(heads: int, target: str) -> None:
         plan = plan_sparse(
             num_qo_heads=heads, prefix=rows, device="cpu", max_num_tokens=40, max_indices=10**6
         )
-        room = plan._scratch[6].numel()
+        room = plan._scratch["m"].numel()
         for tokens in range(1, 41):
             indptr = torch.arange(0, tokens * 2048 + 1, 2048, dtype=torch.int32)
             source = KVSource(pool, indptr, torch.zeros(tokens * 2048, dtype=torch.int32))

@@ -36,8 +36,7 @@ class BoundCache(NamedTuple):
 
     Attributes:
         k, v: pointers and strides; k_descale, v_descale: of the descales that are tensors.
-        tensors: those of k, v, k_descale and v_descale, and balance and offset of keys; None for an absent
-            one.
+        k_balance, k_offset: of keys, or None.
         stages: how keys are rotated; see `rotate_parts`.
         k_stored, v_stored: constants.
         k_factor, v_factor: the descales that are numbers, times what the conversion leaves out.
@@ -52,7 +51,8 @@ class BoundCache(NamedTuple):
     v: KVPointers
     k_descale: Descale
     v_descale: Descale
-    tensors: tuple[torch.Tensor | None, ...]
+    k_balance: torch.Tensor | None
+    k_offset: torch.Tensor | None
     stages: int
     k_stored: Stored
     v_stored: Stored
@@ -115,7 +115,7 @@ def bind_cache(cache: PagedKVCache, target: Target, config: DecodeConfig) -> Bou
         tuple((each[0] is not None and (each[0].dtype, each[0].dim()), each[1:]) for each in pointers),
     )  # fmt: skip
     known[key] = BoundCache(
-        *pointers, (*(each[0] for each in pointers), *static), stages, k_stored, v_stored,
+        *pointers, *static, stages, k_stored, v_stored,
         k_factor * 2.0**k_exponent, v_factor * 2.0**v_exponent, cache.needs_64_bit_addresses,
         spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static), static_scales(cache),
         _numbers.setdefault(signature, len(_numbers)),

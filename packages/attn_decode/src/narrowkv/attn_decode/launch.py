@@ -14,27 +14,24 @@ from narrowkv.paged_cache.bound_table import BoundTable
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.paged_cache.pointers import PTX8, multiplied_parts
 from narrowkv.quant.formats import get_format
-from narrowkv.runtime.launch import BoundLaunch, FixedLaunch, Part, Varies
+from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, Part, PreparedCall, launch_by_name
 from narrowkv.runtime.targets import Target
 
-# The values of a call, in this order: its launches take them by their index.
-_VALUES = (
-    "q", "o", "lse", "sinks", "q_descale", "ranges", "tree", "ids", "row", "lens", "num_ids", "max_pages",
-    "qk_scale", "v_factor", "k", "v", "k_descale", "v_descale", "k_balance", "k_offset", "block", "counters",
-    "acc_offset", "ml_offset",
+# The values of a call.
+NAMES = (
+    "q", "out", "lse", "sinks", "q_descale", "ranges", "tree", "ids", "row", "lens", "num_ids", "max_pages",
+    "qk_scale", "out_scale", "k", "v", "k_descale", "v_descale", "k_balance", "k_offset", "block", "counters",
 )  # fmt: skip
-_VALUE = {name: Varies(index) for index, name in enumerate(_VALUES)}
 
 
-class Call(NamedTuple):
-    """Launches that `DecodePlan.run` prepared for calls whose tensors have the same metadata.
+class DecodeCall(NamedTuple):
+    """What `DecodePlan.run` prepared for calls whose tensors have the same metadata.
 
     Attributes:
-        attend, merge: the launches; `merge` is None where no second kernel is needed.
-        grid, merge_grid: their grids.
+        launches: of the call; None if there is no sequence.
         empty: no sequence has keys, because the cache or the page table has no pages.
-        num_bytes, ml_offset: of the partial results that a call allocates, and where `ml` begins in them; 0
-            where there are none or the plan has memory for them.
+        num_bytes: of the partial results that a call allocates, 0 where there are none or the plan has memory
+            for them.
         counters: how many arrival counters such a call needs.
         logit_scale: scale of the logits without the cache's descale and that of Q that is a tensor.
         out_dtype: of a new output.
@@ -42,13 +39,9 @@ class Call(NamedTuple):
         q_as_bytes: Q is FP8, which not every target has as a type.
     """
 
-    attend: FixedLaunch
-    merge: FixedLaunch | None
-    grid: tuple[int, int, int]
-    merge_grid: tuple[int, int, int]
+    launches: PreparedCall | None
     empty: bool
     num_bytes: int
-    ml_offset: int
     counters: int
     logit_scale: float
     out_dtype: torch.dtype
@@ -93,7 +86,7 @@ def constants_of(
     native = config.kernel == "native"
     half = "bf16" not in (bound.k_stored.format, bound.v_stored.format)
     block_d = power_of_two(shape.head_dim)
-    transforms = bound.stages > 0 or bound.tensors[4] is not None
+    transforms = bound.stages > 0 or bound.k_balance is not None
     # That loop loads Q's channels in the order of its lanes; a transform needs them in order.
     registers = not transforms and reads_to_registers(target, shape, config, bound)
     k_stored, v_stored = bound.k_stored, bound.v_stored
@@ -141,15 +134,13 @@ def constants_of(
     }
 
 
-def allocated(counters: bool) -> Workspace:
-    """Placeholders for partial results that each call allocates in one block."""
-    acc, ml = (
-        Part(_VALUES.index("block"), _VALUES.index(f"{name}_offset"), torch.float32) for name in ("acc", "ml")
-    )
-    return Workspace(acc, ml, _VALUE["counters"] if counters else None)
+def allocated(ml_offset: int, counters: bool) -> Workspace:
+    """Partial results that each call allocates in one block, `ml` `ml_offset` bytes behind its beginning."""
+    acc, ml = (Part(Arg("block"), offset, torch.float32) for offset in (0, ml_offset))
+    return Workspace(acc, ml, Arg("counters") if counters else None)
 
 
-def fix_launches(
+def launches_of(
     attend: BoundLaunch,
     merge: BoundLaunch | None,
     bound: BoundCache,
@@ -157,6 +148,7 @@ def fix_launches(
     partial: Workspace,
     config: DecodeConfig,
     strides: tuple[int, int, int, int, int],
+    grids: tuple[int, int],
     *,
     num_pages: int,
     soft_cap: float,
@@ -164,42 +156,40 @@ def fix_launches(
     lse: bool,
     sinks: bool,
     q_descale: bool,
-) -> tuple[FixedLaunch, FixedLaunch | None]:
-    """The launches with all arguments but those that differ from call to call.
+) -> list[KernelLaunch]:
+    """The launches of a call; `NAMES` are the arguments that differ from call to call.
 
     Args:
-        attend, merge: the kernels.
+        attend, merge: the kernels; `merge` is None where no second one is needed.
         bound, table: the cache and the page table, of which strides are taken.
         partial: memory of partial results, or placeholders for it.
         config: the configuration.
         strides: of a token and a head of q and of o, and of a token of lse.
+        grids: programs of each kernel.
         num_pages: pages of the cache.
         soft_cap: the cap of logits, or 0.
         logit_scale: scale of the logits without the cache's descale.
         lse, sinks, q_descale: whether there are such tensors.
     """
-    value = _VALUE
-    balance, offset = bound.tensors[4:]
-    shifts = offset is not None and (lse or sinks or soft_cap > 0)
+    shifts = bound.k_offset is not None and (lse or sinks or soft_cap > 0)
     rows = Rows(
-        value["q"], value["o"], value["lse"] if lse else None, value["sinks"] if sinks else None, *strides,
-        None if table.ranges is None else value["ranges"], None if table.tree is None else value["tree"],
-        None if balance is None else value["k_balance"], value["k_offset"] if shifts else None,
-        logit_scale if shifts else None, value["q_descale"] if q_descale else None,
+        Arg("q"), Arg("out"), Arg("lse") if lse else None, Arg("sinks") if sinks else None, *strides,
+        None if table.ranges is None else Arg("ranges"), None if table.tree is None else Arg("tree"),
+        None if bound.k_balance is None else Arg("k_balance"), Arg("k_offset") if shifts else None,
+        logit_scale if shifts else None, Arg("q_descale") if q_descale else None,
     )  # fmt: skip
-    k, v = bound.k._replace(ptr=value["k"]), bound.v._replace(ptr=value["v"])
     k_descale, v_descale = (
-        each if each.ptr is None else each._replace(ptr=value[name])
+        each if each.ptr is None else each._replace(ptr=Arg(name))
         for name, each in (("k_descale", bound.k_descale), ("v_descale", bound.v_descale))
     )
-    pages = (
-        *(value[name] for name in ("ids", "row", "lens", "num_ids", "max_pages")),
-        TableSteps(num_pages, *table.steps),
-    )
-    sizes = (table.batch, config.num_items, max(config.tiles_per_split, 1))
-    attending = (
-        rows, k, v, k_descale, v_descale, partial, *pages, value["qk_scale"], value["v_factor"], soft_cap,
-        *sizes, int(config.merge_in_launch),
+    shared = {
+        "io": rows, "v_descale": v_descale, "workspace": partial, "page_ids": Arg("ids"), "row": Arg("row"),
+        "lens": Arg("lens"), "num_ids": Arg("num_ids"), "max_pages": Arg("max_pages"),
+        "steps": TableSteps(num_pages, *table.steps), "out_scale": Arg("out_scale"), "batch": table.batch,
+        "num_items": config.num_items, "tiles_per_split": max(config.tiles_per_split, 1),
+    }  # fmt: skip
+    attending = launch_by_name(
+        attend, (grids[0],), **shared, k=bound.k._replace(ptr=Arg("k")), v=bound.v._replace(ptr=Arg("v")),
+        k_descale=k_descale, qk_scale=Arg("qk_scale"), soft_cap=soft_cap, merge=int(config.merge_in_launch),
     )  # fmt: skip
-    merging = (rows, v_descale, partial, *pages, value["v_factor"], *sizes)
-    return FixedLaunch(attend, attending), None if merge is None else FixedLaunch(merge, merging)
+    return [attending] if merge is None else [attending, launch_by_name(merge, (grids[1],), **shared)]

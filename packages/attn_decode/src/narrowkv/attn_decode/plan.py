@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,69 +21,71 @@ from narrowkv.attn_decode.checks import (
 )
 from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import Workspace, _merge_splits_kernel, _paged_decode_kernel
-from narrowkv.attn_decode.launch import Call, allocated, constants_of, fix_launches, power_of_two
+from narrowkv.attn_decode.launch import (
+    NAMES,
+    DecodeCall,
+    allocated,
+    constants_of,
+    launches_of,
+    power_of_two,
+)
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
-from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.paged_cache.rope import metadata_of
 from narrowkv.quant import get_format
 from narrowkv.quant.device import BITS, widening_exponent
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import byte_span, check_finite_float, check_no_grad, check_window
 from narrowkv.runtime.identity import ByIdentity
-from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, active_target, block_bytes, executor
-from narrowkv.runtime.launch.tracing import handle_of
+from narrowkv.runtime.launch import (
+    BoundLaunch,
+    LaunchOptions,
+    PreparedCall,
+    active_target,
+    block_bytes,
+    executor,
+)
+from narrowkv.runtime.operation import Plan
 from narrowkv.runtime.scales import check_scales
-from narrowkv.runtime.spans import meets
+from narrowkv.runtime.spans import meets, span_bytes
 from narrowkv.runtime.targets import Target
 
 _LOG2E = math.log2(math.e)
 _MAX_GRID = 2**31 - 1
-_MAX_PREPARED = 4096
 FLOAT32_MAX = 3.4028234663852886e38
 
 
-@dataclass(frozen=True, eq=False)
-class DecodePlan:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DecodePlan(Plan):
     """Everything about decode steps that does not depend on the values of lengths and page ids.
 
     A plan serves every layer and every step of a model, for all batches up to `shape.batch`. Its calls write
     to one workspace, so they must not run at the same time as each other or as those of another plan with
-    that workspace. Two plans are equal only if they are the same object.
+    that workspace.
 
     Attributes:
-        target: what the configuration was chosen for.
         shape: the shapes that it serves; `batch` and `capacity` are maxima.
         k_format: storage format of K; v_format: of V.
         config: tile sizes and the split of the keys at the largest batch.
-        device: where the tensors are.
-        workspace: memory of partial results and arrival counters; None if none is needed.
         scale_group: channels per scale of FP4, 0 for one scale per position and head.
         tokens_per_split, split, kernel, batch_invariant: see `plan_decode`.
-        handle: what the operators of `torch.ops.narrowkv` find the plan by, in this process.
+
+    The other attributes are those of `narrowkv.runtime.operation.Plan`; the workspace holds partial results
+    and arrival counters, and is None if there are none.
     """
 
-    target: Target
+    most_calls: ClassVar[int] = 4096
     shape: DecodeShape
     k_format: str
     v_format: str
     config: DecodeConfig
-    device: torch.device
-    workspace: launch.Workspace | None = field(repr=False, default=None)
     scale_group: int = 0
     tokens_per_split: int = 0
     split: str | None = None
     kernel: str | None = None
     batch_invariant: bool = False
-    handle: str = field(init=False, repr=False)
     _configs: dict[int, DecodeConfig] = field(init=False, repr=False, default_factory=dict)
-    _launches: dict[Any, BoundLaunch] = field(init=False, repr=False, default_factory=dict)
     _caches: ByIdentity[BoundCache] = field(init=False, repr=False, default_factory=ByIdentity)
-    _calls: dict[Any, Call] = field(init=False, repr=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Makes the plan known to operators."""
-        object.__setattr__(self, "handle", handle_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodePlan:
         """A plan for the same calls, with its own workspace."""
@@ -192,15 +194,13 @@ class DecodePlan:
         except AttributeError:
             check_classes(q, cache, page_table, out=out, lse=lse, sinks=sinks)
             raise
-        call = self._calls.get(signature)
+        call = self.calls.get(signature)
         if call is None:
-            call = self._prepare(
+            made = self._prepare(
                 bound, table, q, cache, page_table, sm_scale, q_descale, out, out_dtype, logits_soft_cap,
                 window_left, sinks, return_lse, lse,
             )  # fmt: skip
-            if len(self._calls) >= _MAX_PREPARED:
-                self._calls.clear()
-            self._calls[signature] = call
+            call = self.calls.keep(signature, made)
         if validate:
             check_values(self.shape.capacity, cache, page_table)
         if bound.scales or type(q_descale) is not float:
@@ -227,24 +227,25 @@ class DecodePlan:
             o.zero_()
             if lse is not None:
                 lse.fill_(-math.inf)
-        elif call.grid[0]:
+        elif call.launches is not None:
             qk_scale = call.logit_scale * bound.k_factor
             if not -FLOAT32_MAX <= qk_scale <= FLOAT32_MAX:
                 raise ValueError(
                     f"sm_scale times the descale of K must be finite in float32, got {qk_scale}: "
                     "pass a smaller sm_scale"
                 )
-            scales = (qk_scale, bound.v_factor)
-            rows = q.view(torch.uint8) if call.q_as_bytes else q
-            values: tuple[Any, ...] = (rows, o, lse, sinks, q_descale, table.ranges, table.tree)
-            values += (*table[:5], *scales, *bound.tensors)
+            block = counters = None
             if call.num_bytes:
                 block = torch.empty(call.num_bytes, dtype=torch.uint8, device=q.device)
                 counters = zeroed_counters(call.counters, q.device) if call.counters else None
-                values += (block, counters, 0, call.ml_offset)
-            call.attend(call.grid, values)
-            if call.merge is not None:
-                call.merge(call.merge_grid, values)
+            call.launches.run(
+                q=q.view(torch.uint8) if call.q_as_bytes else q, out=o, lse=lse, sinks=sinks,
+                q_descale=q_descale, ranges=table.ranges, tree=table.tree, ids=table.ids, row=table.row,
+                lens=table.lens, num_ids=table.num_ids, max_pages=table.max_pages, qk_scale=qk_scale,
+                out_scale=bound.v_factor, k=bound.k.ptr, v=bound.v.ptr, k_descale=bound.k_descale.ptr,
+                v_descale=bound.v_descale.ptr, k_balance=bound.k_balance, k_offset=bound.k_offset,
+                block=block, counters=counters,
+            )  # fmt: skip
         return (o, lse) if return_lse and lse is not None else o
 
     def _bind(self, cache: PagedKVCache) -> BoundCache:
@@ -283,24 +284,19 @@ class DecodePlan:
             self.target, self.shape, config, bound, ragged=ragged, window_left=window_left,
             soft_cap=soft_cap, sinks=sinks, lse=lse,
         )  # fmt: skip
-        attend = self._bound_launch(_paged_decode_kernel, constexprs, config.options)
+        attend = self.bind(_paged_decode_kernel, config.options, **constexprs)
         if config.split == "none" or config.merge_in_launch or config.num_items == batch:
             return attend, None
         merging = {name: value for name, value in constexprs.items() if name != "K"}
         options = LaunchOptions(num_warps=1, num_stages=1, launch_pdl=constexprs["RULES"].early)
-        return attend, self._bound_launch(_merge_splits_kernel, merging, options)
-
-    def _bound_launch(self, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> BoundLaunch:
-        """One object for each kernel with its constants, whatever the batch."""
-        key = (kernel, tuple(constexprs.values()), options)
-        return self._launches.setdefault(key, BoundLaunch(kernel, constexprs, options))
+        return attend, self.bind(_merge_splits_kernel, options, **merging)
 
     def _prepare(
         self, bound: BoundCache, table: BoundTable, q: torch.Tensor, cache: PagedKVCache,
         page_table: PageTable, sm_scale: float | None, q_descale: float | torch.Tensor,
         out: torch.Tensor | None, out_dtype: torch.dtype | None, logits_soft_cap: float, window_left: int,
         sinks: torch.Tensor | None, return_lse: bool, lse: torch.Tensor | None,
-    ) -> Call:  # fmt: skip
+    ) -> DecodeCall:  # fmt: skip
         """Checks all that does not change from call to call, and prepares the launches."""
         shape = decode_shape(q, cache, page_table)
         self._check(shape, q.device, active_target(self.device))
@@ -348,23 +344,20 @@ class DecodePlan:
             partial = Workspace(acc, ml, arrived)
             blocks = []
         elif blocks:
-            partial = allocated(counters > 0)
+            partial = allocated(block_bytes(blocks[:1]), counters > 0)
         token, head = (q.shape[1] * q.shape[2], q.shape[2]) if out is None else out.stride()[:2]
-        attending, merging = fix_launches(
+        steps = launches_of(
             attend, merge, bound, table, partial, config,
             (q.stride(0), q.stride(1), token, head, q.shape[1] if lse is None else lse.stride(0)),
+            (programs, batch * shape.num_kv_heads * shape.q_len * shape.gqa_ratio),
             num_pages=cache.num_pages, soft_cap=soft_cap, logit_scale=logit_scale,
             lse=return_lse or lse is not None, sinks=sinks is not None,
             q_descale=isinstance(q_descale, torch.Tensor),
         )  # fmt: skip
-        return Call(
-            attend=attending,
-            merge=merging,
-            grid=(programs if batch else 0, 1, 1),
-            merge_grid=(batch * shape.num_kv_heads * shape.q_len * shape.gqa_ratio, 1, 1),
+        return DecodeCall(
+            launches=PreparedCall(NAMES, steps) if batch and programs else None,
             empty=cache.num_pages == 0 or table.max_pages == 0,
             num_bytes=block_bytes(blocks),
-            ml_offset=block_bytes(blocks[:1]),
             counters=counters,
             logit_scale=logit_scale,
             out_dtype=out_dtype,

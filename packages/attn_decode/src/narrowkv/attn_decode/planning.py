@@ -23,6 +23,7 @@ from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import check_choice, check_instance, check_positive_int
 from narrowkv.runtime.launch import active_target, executor
+from narrowkv.runtime.operation import Bounded
 
 
 def plan_decode(
@@ -155,11 +156,13 @@ def _plan(
         "batch_invariant": batch_invariant,
     }
     config = choose_config(target, shape, formats.k, formats.v, **options)
-    return DecodePlan(target, shape, formats.k, formats.v, config, device, **options)
+    return DecodePlan(
+        target=target, device=device, shape=shape, k_format=formats.k, v_format=formats.v, config=config,
+        **options,
+    )  # fmt: skip
 
 
-_plans: dict[Any, DecodePlan] = {}
-_MAX_PLANS = 256
+_plans: Bounded[DecodePlan] = Bounded(256)
 
 
 def plan_for_call(
@@ -183,7 +186,5 @@ def plan_for_call(
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(q, cache, page_table, max_seq_len=capacity, batch_invariant=batch_invariant)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        _plans.keep(key, plan)
     return plan

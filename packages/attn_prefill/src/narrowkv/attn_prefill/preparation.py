@@ -27,10 +27,10 @@ from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.attn_prefill.templates import Launches, Layout, fix_launches
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.bound_table import BoundTable
-from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.paged_cache.rope import rope_pointers
 from narrowkv.runtime.errors import check_finite_float, check_no_grad, check_window
 from narrowkv.runtime.launch import active_target, is_compiled
+from narrowkv.runtime.spans import span_bytes
 
 _LOG2E = math.log2(math.e)
 _MAX_KEPT = 4096

@@ -24,10 +24,10 @@ from narrowkv.paged_cache.rope import (
 )
 from narrowkv.paged_cache.storing import (
     STORES,
+    STRUCTS,
     Store,
     new_tokens,
     store_of,
-    with_varying_addresses,
     written_tensors,
 )
 from narrowkv.runtime.errors import (
@@ -41,12 +41,12 @@ from narrowkv.runtime.errors import (
     check_shape,
     has_memory,
 )
-from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions
+from narrowkv.runtime.launch import Arg, BoundLaunch, LaunchOptions, PreparedCall, launch_by_name, named
 from narrowkv.runtime.launch.tracing import traceable
+from narrowkv.runtime.operation import Bounded
 from narrowkv.runtime.scales import check_scales
 
 _OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
-_MAX_PREPARED = 256  # launches that are kept; a server needs a few
 
 
 class _Rows(NamedTuple):
@@ -60,19 +60,17 @@ class _Prepared(NamedTuple):
     """A launch for calls with the same metadata, but for the number of tokens.
 
     Attributes:
-        launch: what varies is what `Store.varying` has, the new tokens, slots and rotary tables.
+        launches: of the call.
         k, v, q: where tokens lie.
-        programs: of a token.
     """
 
-    launch: FixedLaunch
+    launches: PreparedCall
     k: _Rows
     v: _Rows
     q: _Rows | None
-    programs: int
 
 
-_prepared: dict[Any, _Prepared] = {}
+_prepared: Bounded[_Prepared] = Bounded(256)  # a server needs a few
 
 
 def check_new_tokens(
@@ -324,26 +322,23 @@ def append(
             bound_rope = bind_rope(rope)
         key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, q, exponent)
         prepared = _prepared.get(key)
-        if prepared is None:
-            prepared = _prepare(store, k_new, v_new, rope, k_offset, q, exponent)
-            if len(_prepared) >= _MAX_PREPARED:
-                _prepared.clear()
-            _prepared[key] = prepared
         tokens = k_new.shape[0]
     assert store is not None
     if store.scales:
         check_scales(store.scales, validate)
-    values = (k_new, v_new, *store.varying)
-    for static in (store.key_offset if k_offset is None else k_offset, store.key_balance):
-        if static is not None:
-            values = (*values, static)
+    values = {
+        **store.arguments, "k_new_ptr": k_new, "v_new_ptr": v_new, "slots": slot_mapping,
+        "slot_step": slot_mapping.stride(0), "num_slots": store.num_slots, "tokens": tokens,
+        "k_offset": store.key_offset if k_offset is None else k_offset, "k_balance": store.key_balance,
+    }  # fmt: skip
     if bound_rope is not None:
-        values = (*values, *bound_rope.tensors)
+        values |= bound_rope.arguments
     if q is not None:
-        values = (*values, q)
-    prepared.launch(
-        (tokens, prepared.programs, 1), (*values, slot_mapping, slot_mapping.stride(0), store.num_slots)
-    )
+        values["q_ptr"] = q
+    if prepared is None:
+        made = _prepare(store, k_new, v_new, rope, q, exponent, values)
+        prepared = _prepared.keep(key, made)
+    prepared.launches.run(**values)
 
 
 def _prepare(
@@ -351,9 +346,9 @@ def _prepare(
     k_new: torch.Tensor,
     v_new: torch.Tensor,
     rope: Rope | None,
-    k_offset: torch.Tensor | None,
     q: torch.Tensor | None,
     exponent: str,
+    values: dict[str, Any],
 ) -> _Prepared:
     constants = {
         **dict(store.constants),
@@ -361,18 +356,22 @@ def _prepare(
         "RULE": exponent,
         "BLOCK_D": 1 << (store.row[1] - 1).bit_length(),
     }
-    arguments = (
-        *with_varying_addresses(new_tokens(k_new), new_tokens(v_new), *store[:4]),
-        None if k_offset is None and store.key_offset is None else VARIES,
-        None if store.key_balance is None else VARIES,
-        *with_varying_addresses(rope_pointers(rope), _queries(q, store.row[0])),
-        VARIES,
-        VARIES,
-        VARIES,
-    )
-    launch = FixedLaunch(BoundLaunch(_append_kernel, constants, _OPTIONS), arguments)
+    structs = {
+        **dict(zip(STRUCTS, store[: len(STRUCTS)], strict=True)),
+        "k_new": new_tokens(k_new),
+        "v_new": new_tokens(v_new),
+        "rope": rope_pointers(rope),
+        "q": _queries(q, store.row[0]),
+    }
     programs = store.row[0] + (0 if q is None else -(-q.shape[1] // QUERY_HEADS.value))
-    return _Prepared(launch, _rows_of(k_new), _rows_of(v_new), None if q is None else _rows_of(q), programs)
+    launch = launch_by_name(
+        BoundLaunch(_append_kernel, constants, _OPTIONS), (Arg("tokens"), programs),
+        **{name: named(name, struct) for name, struct in structs.items()},
+        **{name: None if values[name] is None else Arg(name) for name in ("k_offset", "k_balance")},
+        slot_mapping=Arg("slots"), slot_step=Arg("slot_step"), num_slots=Arg("num_slots"),
+    )  # fmt: skip
+    call = PreparedCall(tuple(values), [launch])
+    return _Prepared(call, _rows_of(k_new), _rows_of(v_new), None if q is None else _rows_of(q))
 
 
 def _queries(q: torch.Tensor | None, num_kv_heads: int) -> Queries:

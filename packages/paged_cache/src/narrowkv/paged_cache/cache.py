@@ -29,13 +29,13 @@ from narrowkv.paged_cache.layouts import (
     check_head_dim,
     logical_sizes,
     logical_view,
-    span_bytes,
     strides_of,
 )
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import check_storage, get_format
 from narrowkv.quant.rounding import decode
 from narrowkv.runtime.errors import check_choice, check_positive_int, check_same_device, check_tensor
+from narrowkv.runtime.spans import span_bytes
 
 if TYPE_CHECKING:
     from narrowkv.paged_cache.page_table import PageTable

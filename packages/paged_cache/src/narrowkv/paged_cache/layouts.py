@@ -184,8 +184,3 @@ def from_logical(x: torch.Tensor, layout: str, *, is_key: bool) -> torch.Tensor:
             moved = bits.view(pages, tokens // size, size, heads, dim).permute(0, 3, 1, 4, 2)
         return moved.contiguous().view(x.dtype)
     return x
-
-
-def span_bytes(t: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of its last element."""
-    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()

@@ -19,6 +19,7 @@ from narrowkv.runtime.errors import (
     check_shape,
 )
 from narrowkv.runtime.identity import ByIdentity
+from narrowkv.runtime.launch import named_values
 from narrowkv.runtime.spans import spans_of
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,12 +55,14 @@ class BoundRope(NamedTuple):
         kind: the same for all whose tensors have the same metadata, but for the number of tokens.
         tokens: how many there are.
         tensors: cos, sin and positions; spans: addresses that they take.
+        arguments: the tensors as values of a call, by name.
     """
 
     kind: int
     tokens: int
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     spans: list[tuple[int, int]]
+    arguments: dict[str, torch.Tensor]
 
 
 BOUND_ROPES: ByIdentity[BoundRope] = ByIdentity()
@@ -82,7 +85,7 @@ def bind_rope(rope: Rope) -> BoundRope:
     )  # fmt: skip
     bound = BoundRope(
         _kinds.setdefault(kind, len(_kinds)), positions.shape[0], (rope.cos, rope.sin, positions),
-        spans_of(rope.cos, rope.sin, positions),
+        spans_of(rope.cos, rope.sin, positions), named_values("rope", rope_pointers(rope)),
     )  # fmt: skip
     return BOUND_ROPES.keep(rope, bound)
 

@@ -19,7 +19,7 @@ from narrowkv.runtime.errors import (
     has_memory,
 )
 from narrowkv.runtime.identity import ByIdentity
-from narrowkv.runtime.launch import VARIES
+from narrowkv.runtime.launch import named_values
 
 
 class Store(NamedTuple):
@@ -32,7 +32,7 @@ class Store(NamedTuple):
         num_slots: tokens that the cache holds.
         constants: names and values of `tl.constexpr` arguments.
         kind: a number that caches with the same constants, strides and device share.
-        varying: tensors and descales of a `FixedLaunch` over such caches.
+        arguments: tensors and descales as values of a call, by name.
         spans: byte addresses of what is written, each as `byte_span` gives it.
         key_offset, key_balance: of the cache's `key_transform`, or None.
         scales: scale tensors that are read and not written, by name.
@@ -47,7 +47,7 @@ class Store(NamedTuple):
     num_slots: int
     constants: tuple[tuple[str, Any], ...]
     kind: int
-    varying: tuple[Any, ...]
+    arguments: dict[str, Any]
     spans: tuple[tuple[int, int], ...]
     key_offset: torch.Tensor | None
     key_balance: torch.Tensor | None
@@ -55,6 +55,8 @@ class Store(NamedTuple):
 
 
 STORES: ByIdentity[Store] = ByIdentity()
+# The kernel's names of the pointers of a `Store`, in order.
+STRUCTS = ("k", "v", "k_descale", "v_descale")
 
 
 _kinds: dict[Any, int] = {}
@@ -90,7 +92,6 @@ def _make_store(cache: PagedKVCache) -> Store:
     constants += (("STAGES", transform.stages(cache.head_dim)),)
     pointers += map(_descale_pointers, cache.sides())
     # Strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
-    fixed = with_varying_addresses(*pointers)
     metadata = tuple(
         value if not isinstance(value, torch.Tensor) else (value.dtype, value.dim())
         for each in pointers
@@ -110,12 +111,11 @@ def _make_store(cache: PagedKVCache) -> Store:
         cache.num_pages * cache.page_size,
         constants,
         number,
-        tuple(
-            value
-            for each, like in zip(pointers, fixed, strict=True)
-            for value, mark in zip(each, like, strict=True)
-            if mark is VARIES
-        ),
+        {
+            name: value
+            for side, struct in zip(STRUCTS, pointers, strict=True)
+            for name, value in named_values(side, struct).items()
+        },
         tuple(byte_span(x) for x in written_tensors(cache).values() if x.numel() and has_memory(x)),
         transform.offset,
         transform.balance,
@@ -133,14 +133,6 @@ def written_tensors(cache: PagedKVCache) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES:
             written[name] = value
     return written
-
-
-def with_varying_addresses(*pointers: Any) -> list[Any]:
-    """Structs of pointers with `VARIES` for tensors and numbers of type float."""
-    return [
-        type(each)(*(VARIES if isinstance(value, torch.Tensor | float) else value for value in each))
-        for each in pointers
-    ]
 
 
 def new_tokens(x: torch.Tensor) -> NewTokens:

@@ -1,8 +1,7 @@
 """Sage attention: dense attention on narrow matrix units, Q, K and V quantised on the way in."""
 
-from narrowkv.sage.api import sage_attention
-from narrowkv.sage.plan import SagePlan
-from narrowkv.sage.planning import plan_sage
+from narrowkv.sage.api import plan_sage, sage_attention
+from narrowkv.sage.operation import SagePlan
 from narrowkv.sage.prequantized import SageOperands, sage_attention_quantized
 from narrowkv.sage.reference import sage_attention_reference
 from narrowkv.sage.shapes import QuantizedKV, SageShape

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from narrowkv.runtime.errors import check_choice, check_tensor, with_defaults
+from narrowkv.runtime.errors import check_choice, check_finite_float, check_tensor, with_defaults
+from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.launch.tracing import traceable
-from narrowkv.sage.checks import check_starts
-from narrowkv.sage.planning import plan_sage
+from narrowkv.runtime.operation import Bounded, signature_of
+from narrowkv.sage.checks import LAYOUTS, check_sage_shape, sage_shape, windows_of
+from narrowkv.sage.operation import SagePlan, make_plan
+from narrowkv.sage.settings import SageOptions
+from narrowkv.sage.shapes import SageShape
 from narrowkv.sage.sixteen_bit import BACKENDS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class SageOptions(TypedDict, total=False):
+class SageCallOptions(TypedDict, total=False):
     """Keywords that say how tensors lie, where results go and what is checked.
 
     Attributes:
@@ -41,6 +47,9 @@ class SageOptions(TypedDict, total=False):
     validate: bool
 
 
+QK_DTYPES = ("int8", "int4", "fp8")
+# Plans of calls that were not planned.
+_plans: Bounded[SagePlan] = Bounded(1024)
 _DEFAULTS = {
     "layout": "BSHD",
     "out": None,
@@ -67,7 +76,7 @@ def sage_attention(
     smooth_k: bool = True,
     smooth_q: bool = False,
     sm_scale: float | None = None,
-    **options: Unpack[SageOptions],
+    **options: Unpack[SageCallOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Dense attention with Q and K in int8, int4 or FP8 and V in FP8, for long prefill and diffusion.
 
@@ -93,7 +102,7 @@ def sage_attention(
         smooth_q: also subtract Q's mean over each 128 tokens and add its scores back; for int4, at the price
             of fp32 scratch `[num_qo_heads, q_len / 128, k_len]` a sequence.
         sm_scale: softmax scale, not negative; default `head_dim ** -0.5`.
-        **options: `layout`, `out`, `lse`, `return_lse`, `backend`, `validate`; see `SageOptions`.
+        **options: `layout`, `out`, `lse`, `return_lse`, `backend`, `validate`; see `SageCallOptions`.
 
     Returns:
         `o` like q, or `(o, lse)`; lse is fp32, natural log, shaped like q without head_dim. A row that
@@ -112,17 +121,109 @@ def sage_attention(
         (torch.Size([1, 130, 2, 64]), torch.Size([1, 130, 2]))
     """
     how = with_defaults("sage_attention", options, _DEFAULTS)
-    plan = plan_sage(
-        q, k, qk_dtype=qk_dtype, q_granularity=q_granularity, k_granularity=k_granularity, causal=causal,
-        window=window, layout=how["layout"], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        smooth_k=smooth_k, smooth_q=smooth_q, sm_scale=sm_scale,
+    out, lse, return_lse = how["out"], how["lse"], how["return_lse"]
+    target = active_target(q.device).name if isinstance(q, torch.Tensor) else None
+    signature = signature_of(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, return_lse, target, qk_dtype, q_granularity,
+        k_granularity, causal, window, how["layout"], smooth_k, smooth_q, sm_scale,
     )  # fmt: skip
-    if how["validate"]:
-        check_starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    plan = _plans.find(signature)
+    if plan is None:
+        planned = SageOptions(
+            qk_dtype,
+            q_granularity,
+            k_granularity,
+            causal,
+            window,
+            how["layout"],
+            smooth_k,
+            smooth_q,
+            sm_scale,
+        )
+        plan = _plans.keep(signature, _plan(q, k, cu_seqlens_q, cu_seqlens_k, planned, None))
     if check_choice("backend", how["backend"], BACKENDS) == "auto":
-        wants_lse = how["return_lse"] or how["lse"] is not None
         one_dtype = q.dtype == k.dtype == check_tensor("v", v).dtype
-        if not plan.why_quantised(lse=wants_lse, one_dtype=one_dtype):
-            return plan.attend_in_16_bits(q, k, v, how["out"])
-    kv = plan.quantize_kv(k, v, validate=how["validate"])
-    return plan.attend(q, kv, out=how["out"], lse=how["lse"], return_lse=how["return_lse"])
+        if not plan.why_quantised(lse=return_lse or lse is not None, one_dtype=one_dtype):
+            return plan.attend_in_16_bits(q, k, v, out)
+    return plan.run_as_signed(
+        signature, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, return_lse, how["validate"]
+    )
+
+
+def plan_sage(
+    q: torch.Tensor | SageShape,
+    k: torch.Tensor | None = None,
+    *,
+    qk_dtype: str = "int8",
+    q_granularity: str = "per_thread",
+    k_granularity: str = "per_thread",
+    causal: str | bool | None = None,
+    window: tuple[int, int] | None = None,
+    layout: str = "BSHD",
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+    sm_scale: float | None = None,
+    device: torch.device | str | None = None,
+) -> SagePlan:
+    """Plans Sage attention for calls of these sizes or smaller; arguments as for `sage_attention`.
+
+    Nothing is read from the device, and of `q` and `k` only the metadata. With a `SageShape` nothing needs to
+    be there yet: `plan_sage(SageShape(batch, q_tokens, k_tokens, heads, kv_heads, head_dim, ragged),
+    device=...)`; ragged calls then give `quantize_kv` and `attend` their cu_seqlens.
+
+    Args:
+        q: a query of the largest size, or the largest sizes.
+        k: keys of the largest size; None with a `SageShape`.
+        device: where tensors will be; None takes that of q.
+        qk_dtype, q_granularity, k_granularity, causal, window, layout, cu_seqlens_q, cu_seqlens_k, smooth_k,
+            smooth_q, sm_scale: as for `sage_attention`.
+
+    Returns:
+        A plan: call its `quantize_kv(k, v)` once for K and V, and `attend(q, kv)` for each query.
+        `plan.with_workspace()` allocates its scratch once.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> plan = plan_sage(q, k, causal="bottom_right")       # doctest: +SKIP
+        >>> kv = plan.quantize_kv(k, v)                         # doctest: +SKIP
+        >>> o = plan.attend(q, kv)                              # doctest: +SKIP
+    """
+    options = SageOptions(
+        qk_dtype, q_granularity, k_granularity, causal, window, layout, smooth_k, smooth_q, sm_scale
+    )
+    plan = _plan(q, k, cu_seqlens_q, cu_seqlens_k, options, device)
+    if cu_seqlens_q is None:
+        return plan
+    # The copy shares the calls that were prepared: their signatures have the metadata of lengths.
+    planned = copy.copy(plan)
+    object.__setattr__(planned, "cu_seqlens_q", cu_seqlens_q)
+    object.__setattr__(planned, "cu_seqlens_k", cu_seqlens_k)
+    return planned
+
+
+def _plan(
+    q: torch.Tensor | SageShape, k: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None, options: SageOptions, device: torch.device | str | None,
+) -> SagePlan:  # fmt: skip
+    """The plan of calls of this size, without their lists of lengths."""
+    check_choice("qk_dtype", options.qk_dtype, QK_DTYPES)
+    windows_of(options.causal, options.window)
+    if isinstance(q, SageShape):
+        if k is not None or device is None:
+            raise ValueError("k must be None and device given with a SageShape")
+        check_choice("layout", options.layout, LAYOUTS)
+        check_sage_shape(q, options.layout)
+        shape, place = q, torch.empty(0, device=device).device
+    else:
+        shape = sage_shape(q, check_tensor("k", k), cu_seqlens_q, cu_seqlens_k, options.layout)
+        place = q.device
+    scale = options.sm_scale
+    if scale is not None and check_finite_float("sm_scale", scale) < 0:
+        raise ValueError(f"sm_scale must not be negative, got {scale}")
+    if options.window is not None:
+        options = replace(options, window=(options.window[0], options.window[1]))
+    return make_plan(active_target(place), shape, options, place)

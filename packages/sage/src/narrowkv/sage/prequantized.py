@@ -18,10 +18,9 @@ from narrowkv.runtime.errors import (
 )
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.scales import check_scales
+from narrowkv.sage.api import plan_sage
 from narrowkv.sage.checks import LAYOUTS
 from narrowkv.sage.config import KeyOrder
-from narrowkv.sage.kernels import NarrowQuery
-from narrowkv.sage.planning import plan_sage
 from narrowkv.sage.shapes import ROW_ALIGNMENT, QuantizedKV, SageShape
 
 __all__ = ["SageOperands", "key_positions", "sage_attention_quantized"]
@@ -122,12 +121,11 @@ def sage_attention_quantized(
         plan.shape, plan.qk_format, plan.config.fp8, plan.k_groups, plan.config.key_order, None, None,
         plan.config.block_n,
     )  # fmt: skip
-    stored = _rows(q)
-    query = NarrowQuery(stored, _descales(q_descale, plan.q_groups, q), None, None, stored.shape[1])
+    codes = {"q_codes": _rows(q), "q_descale": _descales(q_descale, plan.q_groups, q)}
     o = torch.empty(batch, q_len, heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(o.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
     if o.numel():
-        plan.launches.attend(query, None, keys, o, lse, plan.shape)
+        plan.attend_codes(codes, keys, o, lse)
     o = o[..., :v_head_dim]
     if operands.layout == "BHSD":
         o, lse = o.transpose(1, 2), None if lse is None else lse.transpose(1, 2)

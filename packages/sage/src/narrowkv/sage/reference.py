@@ -20,8 +20,8 @@ from narrowkv.quant.sage import (
     token_mean,
 )
 from narrowkv.runtime.attention.reference import attention_reference, finish
-from narrowkv.sage.plan import SagePlan
-from narrowkv.sage.planning import plan_sage
+from narrowkv.sage.api import plan_sage
+from narrowkv.sage.operation import SagePlan
 
 Ranges = list[slice]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import torch
 
 from narrowkv.quant.sage import TokenGroups
+from narrowkv.runtime.operation import Bounded
+from narrowkv.runtime.spans import span_bytes
 from narrowkv.sage.config import KeyOrder
-from narrowkv.sage.kernels import ALIGN, NarrowKeys
+from narrowkv.sage.kernels import ALIGN
 
 ROW_ALIGNMENT: int = ALIGN.value  # scratch rows that a sequence begins at a multiple of
+_kinds: Bounded[int] = Bounded(1024)
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -96,19 +101,42 @@ class QuantizedKV:
     block_n: int
 
     @cached_property
-    def keys(self) -> NarrowKeys:
-        """K and V as the kernel takes them."""
-        return NarrowKeys(self.k, self.v, self.k_descale, self.v_descale, self.k.shape[1])
+    def kind(self) -> int:
+        """A number that operands of the same sizes, formats and strides have in common."""
+        source = self.k_source
+        key = (
+            self.shape, self.qk_format, self.fp8, self.k_groups, self.key_order, self.block_n, self.k.device,
+            self.k_mean is None, self.bounds is None,
+            None if source is None else (source.dtype, source.shape, source.stride()),
+        )  # fmt: skip
+        known = _kinds.get(key)
+        return _kinds.keep(key, next(_numbers)) if known is None else known
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The tensors by the names that launches know them by; None for those that are absent."""
+        return {
+            "k_codes": self.k, "k_descale": self.k_descale, "k_mean": self.k_mean, "v_codes": self.v,
+            "v_descale": self.v_descale, "k_bounds": self.bounds, "k": self.k_source,
+        }  # fmt: skip
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[torch.Tensor | None, int], ...]:
+        """The tensors that a result must not overlap, and the bytes that they span."""
+        return tuple((x, span_bytes(x)) for x in (self.k, self.v, self.k_source))
 
     @cached_property
     def descriptors(self) -> tuple[Any, Any]:
         """Tensor descriptors of K and V with heads and rows as one dimension."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        blocks = [self.block_n, self.k.shape[2]], [self.v.shape[1], self.block_n]
-        flat = (stored.view(-1, stored.shape[2]) for stored in (self.k, self.v))
-        k, v = (
-            TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-            for x, block in zip(flat, blocks, strict=True)
+        k, v = self.k, self.v
+        return (
+            descriptor_of(k.view(-1, k.shape[2]), [self.block_n, k.shape[2]]),
+            descriptor_of(v.view(-1, v.shape[2]), [v.shape[1], self.block_n]),
         )
-        return k, v
+
+
+def descriptor_of(flat: torch.Tensor, block: list[int]) -> Any:
+    """The tensor descriptor of `[rows, columns]` by tiles of `block`."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), block)

@@ -8,7 +8,7 @@ from narrowkv.runtime.errors import check_positive_int
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.sparse_fp8.config import MOST_SPLITS
 from narrowkv.sparse_fp8.modes import choose_mode
-from narrowkv.sparse_fp8.plan import SparsePlan
+from narrowkv.sparse_fp8.operation import SparsePlan
 from narrowkv.sparse_fp8.planner import known_plan, plan_for, remember
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource

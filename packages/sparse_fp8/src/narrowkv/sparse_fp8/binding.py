@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowkv.runtime.errors import has_memory
-from narrowkv.runtime.launch import VARIES
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 
@@ -21,8 +20,6 @@ __all__ = [
     "bind_quantized_rows",
     "byte_range",
     "format_id_of",
-    "tensors_in",
-    "varying",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -83,16 +80,14 @@ class BoundRows(NamedTuple):
         pointers: pointers and strides.
         num_rows: rows that an index may name.
         tensors: the tensors that hold the rows, by name.
-        template: `pointers` with `VARIES` for tensors.
-        stored: the tensors of `pointers`, in order.
+        format_id: an id that rows with equal formats, dtypes and strides have in common.
     """
 
     format: RowsFormat
     pointers: RowPointers
     num_rows: int
     tensors: dict[str, torch.Tensor]
-    template: RowPointers
-    stored: tuple[torch.Tensor, ...]
+    format_id: int
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -126,7 +121,8 @@ def bind_16_bit_rows(rows: torch.Tensor) -> BoundRows:
         columns=rows.shape[1],
     )  # fmt: skip
     pointers = RowPointers(rows, None, None, stride, 0, 0, 0, 0)
-    return BoundRows(row_format, pointers, rows.shape[0], {"rows": rows}, varying(pointers), (rows,))
+    format_id = format_id_of(pointers, row_format)
+    return BoundRows(row_format, pointers, rows.shape[0], {"rows": rows}, format_id)
 
 
 def bind_quantized_rows(
@@ -174,7 +170,7 @@ def bind_quantized_rows(
         _passes_31_bits(data, rope, scale),
         aligned and not (pointers.stride_n % 16 or pointers.stride_r % 16),
     )
-    return BoundRows(row_format, pointers, num_rows, tensors, varying(pointers), tensors_in(pointers))
+    return BoundRows(row_format, pointers, num_rows, tensors, format_id_of(pointers, row_format))
 
 
 def bind_csr(indptr: torch.Tensor, indices: torch.Tensor) -> Csr:
@@ -191,13 +187,3 @@ def format_id_of(*structs: tuple[Any, ...]) -> int:
         value.dtype if isinstance(value, torch.Tensor) else value for each in structs for value in each
     )
     return _format_ids.setdefault(signature, len(_format_ids))
-
-
-def tensors_in(*structs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """The tensors of structs, in order."""
-    return tuple(value for each in structs for value in each if isinstance(value, torch.Tensor))
-
-
-def varying(struct: Any) -> Any:
-    """The struct with `VARIES` in place of its tensors."""
-    return type(struct)(*(VARIES if isinstance(value, torch.Tensor) else value for value in struct))

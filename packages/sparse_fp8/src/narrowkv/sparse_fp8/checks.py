@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,58 +16,55 @@ from narrowkv.runtime.errors import (
     check_shape,
     has_memory,
 )
-from narrowkv.runtime.targets import Target
+from narrowkv.runtime.operation import Plan
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource, check_scales
 
-__all__ = ["PlannedCall", "check_values"]
+__all__ = ["SparseSettings", "check_values"]
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedCall:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SparseSettings(Plan):
     """Properties that all calls of a plan share.
 
     Attributes:
         mode: "16bit" attends 16-bit rows, "fused" quantised rows as stored, "prepass" quantised rows that are
             first expanded to 16 bits in scratch memory.
-        target: the target that it was planned for.
-        device: the device of all tensors.
         num_qo_heads: query heads.
         query, prefix, extend: how the query and the rows are stored; None for a source that is absent.
         has_sink: whether calls have an `attn_sink`.
         writes_lse: whether calls write and return the log-sum-exp.
+        sm_scale: the softmax scale.
         max_num_tokens, max_indices: the largest call, indices of each source; None for a plan without a
             workspace, whose calls allocate what they need.
+
+    The other attributes are those of `narrowkv.runtime.operation.Plan`.
     """
 
     mode: str
-    target: Target
-    device: torch.device
     num_qo_heads: int
     query: RowsFormat
     prefix: RowsFormat | None
     extend: RowsFormat | None
     has_sink: bool
     writes_lse: bool
+    sm_scale: float
     max_num_tokens: int | None = None
     max_indices: int | None = None
-    query_dtype: torch.dtype = field(init=False, repr=False)  # of a 16-bit query, and of scratch memory
-    head_dim: int = field(init=False, repr=False)  # columns of q and of rows; v and the output have 512
 
-    def __post_init__(self) -> None:
-        """Computes the values that every call reads."""
-        object.__setattr__(self, "query_dtype", self.query.dtype)
-        object.__setattr__(self, "head_dim", self.query.head_dim)
+    @cached_property
+    def query_dtype(self) -> torch.dtype:
+        """The dtype of a 16-bit query, and of scratch memory."""
+        return self.query.dtype
 
-    def planned_call(self) -> PlannedCall:
-        """The properties of all calls, without the plan, so that the plan's launches do not refer to it."""
-        return PlannedCall(
-            **{each.name: getattr(self, each.name) for each in fields(PlannedCall) if each.init}
-        )
+    @cached_property
+    def head_dim(self) -> int:
+        """Columns of q and of rows; v and the output have 512."""
+        return self.query.head_dim
 
     def check_inputs(
         self,

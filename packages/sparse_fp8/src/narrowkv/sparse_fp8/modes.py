@@ -13,7 +13,7 @@ from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.config import specialised_config
 from narrowkv.sparse_fp8.formats import check_fused, query_format
-from narrowkv.sparse_fp8.launch import route_of
+from narrowkv.sparse_fp8.launches import route_of
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 from narrowkv.sparse_fp8.planner import suits_specialised
 from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads

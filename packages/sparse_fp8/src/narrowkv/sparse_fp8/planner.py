@@ -11,20 +11,20 @@ import torch
 from narrowkv.quant.device import BITS, NATIVE
 from narrowkv.runtime.errors import check_choice, check_finite_float, check_instance, check_positive_int
 from narrowkv.runtime.launch import Workspace, active_target, executor, is_compiled
+from narrowkv.runtime.operation import Bounded
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.config import MOST_SPLITS, NUM_HEADS, choose_config, specialised_config
 from narrowkv.sparse_fp8.formats import QUERY_FORMATS, check_formats, num_heads_of, query_format
-from narrowkv.sparse_fp8.launch import route_of
+from narrowkv.sparse_fp8.launches import route_of
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
-from narrowkv.sparse_fp8.plan import SparsePlan
+from narrowkv.sparse_fp8.operation import SparsePlan
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
 __all__ = ["known_plan", "plan_for", "plan_sparse", "remember", "suits_specialised"]
 
 _CACHED_PLANS = 256
-_MAX_REMEMBERED = 1024
 
 
 def plan_sparse(
@@ -113,11 +113,7 @@ def plan_sparse(
         max_num_tokens=check_positive_int("max_num_tokens", max_num_tokens),
         max_indices=check_positive_int("max_indices", max_indices),
     )
-    if workspace is None:
-        workspace = Workspace(plan.workspace_bytes(), place)
-    if workspace.device != place:
-        raise ValueError(f"workspace must be on {place} like the plan, got {workspace.device}")
-    return replace(plan, workspace=workspace, _scratch=workspace.carve(plan.workspace_blocks()))
+    return plan.with_workspace(workspace)
 
 
 def _resolve_mode(mode: str, prefix: RowsFormat | None, extend: RowsFormat | None) -> str:
@@ -168,7 +164,8 @@ def plan_for(
     )  # fmt: skip
 
 
-_known: dict[Any, SparsePlan] = {}
+# Plans of calls that were not planned.
+_known: Bounded[SparsePlan] = Bounded(1024)
 
 
 def known_plan(
@@ -196,11 +193,7 @@ def known_plan(
 
 def remember(key: Any, plan: SparsePlan) -> SparsePlan:
     """Keeps the plan for calls with this key."""
-    if len(_known) >= _MAX_REMEMBERED:
-        _known.clear()
-    if key is not None:
-        _known[key] = plan
-    return plan
+    return plan if key is None else _known.keep(key, plan)
 
 
 def _compiles(device: torch.device) -> bool:

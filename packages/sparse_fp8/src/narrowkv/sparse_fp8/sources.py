@@ -10,6 +10,7 @@ Example:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -21,6 +22,7 @@ from narrowkv.runtime.errors import (
     check_shape,
     check_tensor,
 )
+from narrowkv.runtime.launch import named_values
 from narrowkv.sparse_fp8.binding import (
     BoundRows,
     RowsFormat,
@@ -28,7 +30,6 @@ from narrowkv.sparse_fp8.binding import (
     bind_csr,
     byte_range,
     format_id_of,
-    tensors_in,
 )
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, ROPE_DIM
@@ -63,7 +64,6 @@ class KVSource:
         bound, pointers: the rows as kernels take them.
         csr: the index lists as kernels take them.
         format_id: an id that sources with the same formats, dtypes and strides have in common.
-        tensors: those of `pointers` and `csr`, in order.
         byte_ranges: for each tensor, the addresses of its first byte and of the byte after its last.
 
     Raises:
@@ -91,7 +91,6 @@ class KVSource:
     pointers: RowPointers = field(init=False, repr=False)
     csr: Csr = field(init=False, repr=False)
     format_id: int = field(init=False, repr=False)
-    tensors: tuple[torch.Tensor, ...] = field(init=False, repr=False)
     byte_ranges: tuple[tuple[int, int], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -133,11 +132,18 @@ class KVSource:
             "pointers": bound.pointers,
             "csr": csr,
             "format_id": format_id_of(bound.pointers, csr, bound.format),
-            "tensors": tensors_in(bound.pointers, csr),
             "byte_ranges": tuple(byte_range(tensor) for tensor in tensors.values()),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    @cached_property
+    def arguments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of `pointers` and `csr` as a call's values, for each side of a call."""
+        return {
+            side: named_values(side, self.pointers) | named_values(side, self.csr)
+            for side in ("prefix", "extend")
+        }
 
     @property
     def requires_grad(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, plan_of, spell, spelled, traces
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
-from narrowkv.sparse_fp8.plan import SparsePlan
+from narrowkv.sparse_fp8.operation import SparsePlan
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 

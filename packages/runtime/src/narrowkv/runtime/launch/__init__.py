@@ -4,7 +4,7 @@ import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Tri
 from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.cache_key import cache_variables
 from narrowkv.runtime.launch.compiles import Compiles, count_compiles
-from narrowkv.runtime.launch.fixed import VARIES, Described, FixedLaunch, Part, Varies
+from narrowkv.runtime.launch.fixed import VARIES, FixedLaunch, Varies
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import (
     Executor,
@@ -17,21 +17,36 @@ from narrowkv.runtime.launch.path import (
     launch,
     run_as,
 )
+from narrowkv.runtime.launch.prepared import (
+    Arg,
+    Clear,
+    Described,
+    KernelLaunch,
+    Part,
+    PreparedCall,
+    launch_by_name,
+    named,
+    named_values,
+)
 from narrowkv.runtime.launch.recording import RecordExecutor, recording
 from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, warmup
 from narrowkv.runtime.launch.workspace import Workspace, block_bytes
 
 __all__ = [
     "VARIES",
+    "Arg",
     "BoundLaunch",
+    "Clear",
     "Compiles",
     "Described",
     "Executor",
     "FixedLaunch",
     "InterpretExecutor",
+    "KernelLaunch",
     "KernelSpec",
     "LaunchOptions",
     "Part",
+    "PreparedCall",
     "RecordExecutor",
     "TensorSpec",
     "Varies",
@@ -46,6 +61,9 @@ __all__ = [
     "executor",
     "is_compiled",
     "launch",
+    "launch_by_name",
+    "named",
+    "named_values",
     "recording",
     "run_as",
     "warmup",

@@ -1,16 +1,18 @@
-"""The plan of sparse attention: which kernels run, how the work is divided, and what memory it takes."""
+"""Sparse attention as an operation: which kernels run, how the work is divided, what memory it takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from narrowkv.runtime.launch import BoundLaunch, Workspace, block_bytes
-from narrowkv.runtime.launch.tracing import handle_of
-from narrowkv.sparse_fp8.binding import INT32_MAX, NO_CSR, NO_ROWS
-from narrowkv.sparse_fp8.checks import PlannedCall, check_values
+from narrowkv.runtime.launch import BoundLaunch, named_values
+from narrowkv.runtime.launch.workspace import Block
+from narrowkv.runtime.operation import Bounded
+from narrowkv.sparse_fp8.binding import INT32_MAX
+from narrowkv.sparse_fp8.checks import SparseSettings, check_values
 from narrowkv.sparse_fp8.config import (
     INVARIANT_SPLITS,
     MOST_BUFFER_BYTES,
@@ -20,8 +22,15 @@ from narrowkv.sparse_fp8.config import (
     compute_units_of,
     specialised_pays,
 )
-from narrowkv.sparse_fp8.kernels.rows import RowPointers
-from narrowkv.sparse_fp8.launch import CallLayout, SparseLaunches
+from narrowkv.sparse_fp8.launches import (
+    SideLayout,
+    SparseLayout,
+    attention_kernel,
+    expand_block,
+    expansion_kernel,
+    merge_kernel,
+    prepare,
+)
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
@@ -29,29 +38,11 @@ from narrowkv.sparse_fp8.sources import KVSource
 __all__ = ["SparsePlan"]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Blocks = list[tuple[tuple[int, ...], torch.dtype]]
 _MAX_CHOICES = 1024
 
 
-class _ExpandedSource:
-    """The part of a `KVSource` that an attention kernel reads after its rows were expanded to 16 bits."""
-
-    __slots__ = ("csr", "format_id", "nnz", "num_rows", "offsets_64_bit", "pointers", "tensors")
-
-    def __init__(self, rows: torch.Tensor | None, num_rows: int, csr: Any, nnz: int) -> None:
-        self.pointers = NO_ROWS if rows is None else RowPointers(rows, None, None, rows.stride(0), 0, 0, 0, 0)
-        self.num_rows, self.csr, self.nnz = num_rows, csr, nnz
-        self.offsets_64_bit = rows is not None and rows.numel() > INT32_MAX
-        # Dtype and strides of scratch rows are the plan's; only the index lists differ between calls.
-        self.format_id = None if rows is None else (csr.indptr.dtype, csr.indices.dtype)
-        self.tensors = () if rows is None else (rows, csr.indptr, csr.indices)
-
-
-_NO_SOURCE = _ExpandedSource(None, 0, NO_CSR, 0)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SparsePlan(PlannedCall):
+class SparsePlan(SparseSettings):
     """Sparse attention over rows that are stored in one way, for any number of tokens up to a maximum.
 
     Made by `plan_sparse`. `run` does not wait for the device. With a maximum it allocates only outputs that
@@ -59,47 +50,32 @@ class SparsePlan(PlannedCall):
     the same tensors. Two plans are equal only if they are the same object.
 
     Attributes:
-        sm_scale: the softmax scale.
         num_splits: programs that share a token's rows; None chooses by the number of tokens.
-        batch_invariant: whether the bits of a token's result depend on the token alone.
+        batch_invariant: whether the bits of a token's result depend on nothing but the token.
         portable: the configuration of the portable kernel.
         specialised: the configuration of a kernel for the target's family, which runs where it is faster and
             can read the call; None on other targets.
-        workspace: memory for scratch and partial results.
-        handle: the name by which operators of `torch.ops.narrowkv` find the plan in this process.
 
-    The other attributes are those of `PlannedCall`.
+    The other attributes are those of `SparseSettings`.
     """
 
-    sm_scale: float
     num_splits: int | None
     batch_invariant: bool
     portable: SparseConfig
     specialised: SparseConfig | None
-    workspace: Workspace | None = None
-    _scratch: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    handle: str = field(init=False, repr=False)
-    _launches: SparseLaunches = field(init=False, repr=False)
-    # Found once: the number of splits unless it depends on the call, and the memory of partial results.
-    _fixed_splits: int | None = field(init=False, repr=False)
-    _partials: tuple[torch.Tensor, ...] = field(init=False, repr=False)
-    _choices: dict[tuple[int, int, bool], tuple[SparseConfig, int]] = field(init=False, repr=False)
+    _choices: Bounded[tuple[SparseConfig, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Computes the values that every call reads."""
+        """Makes room for the choices of calls."""
         super().__post_init__()
-        splits = self.num_splits
-        if splits is None and self.batch_invariant:
-            splits = INVARIANT_SPLITS
-        object.__setattr__(self, "handle", handle_of(self))
-        object.__setattr__(self, "_launches", SparseLaunches(self.planned_call(), self.sm_scale))
-        object.__setattr__(self, "_fixed_splits", splits)
-        object.__setattr__(self, "_partials", self._scratch[5:])
-        object.__setattr__(self, "_choices", {})
+        object.__setattr__(self, "_choices", Bounded(_MAX_CHOICES))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> SparsePlan:
-        """A new plan over the same memory, whose addresses captured graphs hold."""
-        return replace(self)
+    @cached_property
+    def _fixed_splits(self) -> int | None:
+        """The number of splits, unless it depends on the call."""
+        if self.num_splits is None and self.batch_invariant:
+            return INVARIANT_SPLITS
+        return self.num_splits
 
     def explain(self) -> str:
         """One line: which kernels run, how the work is divided, and what memory it takes."""
@@ -114,28 +90,29 @@ class SparsePlan(PlannedCall):
         before = "quantised rows are widened first; " if self.mode == "prepass" else ""
         return f"{before}{self.portable.explain()}{other}; {splits}; workspace {self.workspace_bytes()} bytes"
 
-    def workspace_bytes(self) -> int:
-        """Bytes of workspace that the largest call takes; 0 for a plan without maxima."""
-        return block_bytes(self.workspace_blocks()) if self.max_num_tokens is not None else 0
-
     def kernels(self) -> list[BoundLaunch]:
         """Every kernel that a call can launch, for compiling them beforehand."""
         found: list[BoundLaunch] = []
-        launches, fixed = self._launches, self._fixed_splits
+        fixed = self._fixed_splits
         for config in (self.portable, self.specialised):
             if config is None:
                 continue
             for split in (False, True) if fixed is None else (fixed > 1,):
-                found.append(launches.bound_attention(config, split, (False, False, False)))
+                found.append(attention_kernel(self, config, split, (False, False, False)))
                 if split:
-                    found.append(launches.bound_merge())
-        if self.query.is_quantized and (self.mode == "prepass" or self.specialised is not None):
-            found.append(launches.bound_expansion(self.query, gather=False))
+                    found.append(merge_kernel(self))
+        if self._expands_queries:
+            found.append(expansion_kernel(self, self.query, gather=False))
         if self.mode == "prepass":
             for rows in (self.prefix, self.extend):
                 if rows is not None and rows.is_quantized:
-                    found += [launches.bound_expansion(rows, gather=gather) for gather in (False, True)]
+                    found += [expansion_kernel(self, rows, gather=gather) for gather in (False, True)]
         return list({id(launch): launch for launch in found}.values())
+
+    @property
+    def _expands_queries(self) -> bool:
+        """Whether a kernel of the plan reads a quantised query in 16 bits only."""
+        return self.query.is_quantized and (self.mode == "prepass" or self.specialised is not None)
 
     def run(
         self,
@@ -185,20 +162,23 @@ class SparsePlan(PlannedCall):
             self._attend(q, prefix, extend, attn_sink, out, lse, tokens)
         return out if lse is None else (out, lse)
 
-    def workspace_blocks(self) -> Blocks:
-        """Shape and dtype of each block of the largest call's workspace.
+    def blocks(self) -> dict[str, Block]:
+        """Scratch of the largest call by name, none for a plan without maxima.
 
-        In order: the expanded query; rows and places of the expanded prefix, then of the extend; partial
-        outputs, maxima and sums.
+        The expanded query; rows and places of the expanded sources; partial outputs, maxima and sums.
         """
-        tokens, indices = self.max_num_tokens or 0, self.max_indices or 0
+        tokens, indices = self.max_num_tokens, self.max_indices
+        if tokens is None or indices is None:
+            return {}
         heads, dtype = self.num_qo_heads, self.query_dtype
-        expands_query = self.query.is_quantized and (self.mode == "prepass" or self.specialised is not None)
-        blocks: Blocks = [((tokens * heads if expands_query else 0, self.head_dim), dtype)]
-        for rows in (self.prefix, self.extend):
+        found: dict[str, Block] = {
+            "q_expanded": ((tokens * heads if self._expands_queries else 0, self.head_dim), dtype)
+        }
+        for side, rows in (("prefix", self.prefix), ("extend", self.extend)):
             count = indices if self.mode == "prepass" and rows is not None and rows.is_quantized else 0
-            blocks += [((count, self.head_dim), dtype), ((count,), torch.int32)]
-        return blocks + _partial_blocks(self._most_partials(tokens) * heads)
+            found |= {f"{side}_expanded": ((count, self.head_dim), dtype)}
+            found |= {f"{side}_places": ((count,), torch.int32)}
+        return found | _partial_blocks(self._most_partials(tokens) * heads)
 
     def _most_partials(self, tokens: int) -> int:
         """Splits times tokens of the call that has the most."""
@@ -211,12 +191,6 @@ class SparsePlan(PlannedCall):
             if config is not None
         )
         return min(compute_units_of(self.target) // blocks, MOST_CHOSEN_SPLITS * tokens)
-
-    def _scratch_block(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A block of the workspace, or new memory for a plan without one."""
-        if self._scratch:
-            return self._scratch[number]
-        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _attend(
         self,
@@ -234,61 +208,78 @@ class SparsePlan(PlannedCall):
         reads = self.specialised is not None and self._specialised_reads(q, prefix, extend, out)
         choice = self._choices.get((tokens, mean_rows, reads))
         config, splits = self._configuration(tokens, mean_rows, reads) if choice is None else choice
-        first: KVSource | _ExpandedSource = _NO_SOURCE if prefix is None else prefix
-        second: KVSource | _ExpandedSource = _NO_SOURCE if extend is None else extend
-        if self.mode == "prepass":
-            first, second = self._expanded(first, 1), self._expanded(second, 3)
-        query, q_tensors, head_offsets_64_bit = self._query_arguments(q, config, tokens)
         programs = tokens * -(-heads // config.block_h)
-        partials: tuple[torch.Tensor, ...] = ()
-        if splits > 1:
-            partials = self._partials or tuple(
-                torch.empty(shape, dtype=dtype, device=self.device)
-                for shape, dtype in _partial_blocks(splits * tokens * heads)
-            )
         stride_t, stride_h, _ = out.stride()
-        results: tuple[torch.Tensor, ...] = (out,)
-        stride_lt = stride_lh = 0
-        if lse is not None:
-            stride_lt, stride_lh = lse.stride()
-            results = (out, lse)
-        if attn_sink is not None:
-            results = (*results, attn_sink)
-        layout = CallLayout(
-            config.family, splits > 1, first.offsets_64_bit, second.offsets_64_bit,
-            head_offsets_64_bit or heads * stride_h > INT32_MAX, query, out.dtype, stride_t, stride_h,
-            stride_lt, stride_lh, first.format_id, second.format_id,
-        )  # fmt: skip
-        attend, merge = self._launches.attention(
-            config, layout, (first.pointers, first.csr), (second.pointers, second.csr)
-        )
-        grid = (programs, splits, 1)
-        numbers: tuple[int, ...] = (tokens, splits)
+        values: dict[str, Any] = {"out": out, "lse": lse, "sink": attn_sink, "tokens": tokens}
+        values |= {"splits": splits, "programs": programs, "merged_rows": tokens * heads}
         if config.family == "hopper":
             items = programs * splits
-            numbers, grid = (tokens, splits, items), (min(items, compute_units_of(self.target)), 1, 1)
-        sizes = (first.num_rows, first.nnz, second.num_rows, second.nnz)
-        attend(grid, (*q_tensors, *results, *partials, *first.tensors, *second.tensors, *numbers, *sizes))
-        if merge is not None:
-            merge((tokens * heads, 1, 1), (*results, *partials, tokens, splits))
+            values |= {"items": items, "programs": min(items, compute_units_of(self.target))}
+        if splits > 1 and not self._scratch:
+            for name, block in _partial_blocks(splits * tokens * heads).items():
+                self._add_scratch(values, name, block)
+        stride_lt, stride_lh = (0, 0) if lse is None else lse.stride()
+        far = heads * stride_h > INT32_MAX
+        layout = SparseLayout(
+            config.family, splits > 1, self._add_query(values, q, config, tokens, far),
+            None if prefix is None else self._add_source(values, "prefix", prefix),
+            None if extend is None else self._add_source(values, "extend", extend),
+            out.dtype, stride_t, stride_h, stride_lt, stride_lh,
+        )  # fmt: skip
+        call = self.calls.get(layout)
+        if call is None:
+            made = prepare(self, config, layout, tuple(values), self._scratch, q, prefix, extend)
+            call = self.calls.keep(layout, made)
+        call.run(**values)
 
-    def _query_arguments(
-        self, q: torch.Tensor | DSV4Rows, config: SparseConfig, tokens: int
-    ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...], bool]:
-        """Layout and tensors of the query, expanded to 16 bits if the kernel reads no FP8.
+    def _add_scratch(self, values: dict[str, Any], name: str, block: Block) -> torch.Tensor:
+        """A tensor of the workspace; without one a new tensor, which becomes a value of the call."""
+        found = self._scratch.get(name)
+        if found is None:
+            found = values[name] = torch.empty(block[0], dtype=block[1], device=self.device)
+        return found
 
-        Returns:
-            The layout as in `CallLayout.query`, the tensors, and whether offsets of heads can pass 31 bits.
-        """
+    def _add_query(
+        self,
+        values: dict[str, Any],
+        q: torch.Tensor | DSV4Rows,
+        config: SparseConfig,
+        tokens: int,
+        far: bool,
+    ) -> SideLayout:
+        """Adds the query to the values, and scratch if the kernel reads no FP8; `far`: of offsets in out."""
         heads = self.num_qo_heads
         if isinstance(q, torch.Tensor):
+            values["q_nope"] = q
             token, head, _ = q.stride()
-            return (token, head), (q,), heads * head > INT32_MAX
-        if config.family != "portable" or self.mode == "prepass":
-            expanded = self._scratch_block(0, (tokens * heads, self.head_dim), self.query_dtype)
-            self._launches.expand(q, None, tokens * heads, expanded, None)
-            return (heads * self.head_dim, self.head_dim), (expanded,), False
-        return q.bound.template, q.bound.stored, False
+            return (token, head), far or heads * head > INT32_MAX, ""
+        values |= named_values("q", q.bound.pointers)
+        if config.family == "portable" and self.mode != "prepass":
+            return q.bound.format_id, far, ""
+        count = tokens * heads
+        self._add_scratch(values, "q_expanded", ((count, self.head_dim), self.query_dtype))
+        values |= {"q_rows": count, "q_stored_rows": q.num_rows}
+        values["q_blocks"] = -(-count // expand_block(self.target))
+        return q.bound.format_id, far, "all"
+
+    def _add_source(self, values: dict[str, Any], side: str, source: KVSource) -> SideLayout:
+        """Adds a source to the values, and scratch for its rows in 16 bits if the mode expands them.
+
+        If there are fewer indices than rows, only the rows that they name are expanded, one for each index.
+        """
+        values |= source.arguments[side]
+        values[f"{side}_nnz"], values[f"{side}_rows"] = source.nnz, source.num_rows
+        if self.mode != "prepass" or not isinstance(source.rows, DSV4Rows):
+            return source.format_id, source.offsets_64_bit, ""
+        gather = source.nnz < source.num_rows
+        count = source.nnz if gather else source.num_rows
+        block = ((count, self.head_dim), self.query_dtype)
+        expanded = self._add_scratch(values, f"{side}_expanded", block)
+        if gather:
+            self._add_scratch(values, f"{side}_places", ((count,), torch.int32))
+        values |= {f"{side}_rows": count, f"{side}_stored_rows": source.num_rows}
+        values[f"{side}_blocks"] = -(-count // expand_block(self.target))
+        return source.format_id, expanded.numel() > INT32_MAX, "named" if gather else "all"
 
     def _configuration(self, tokens: int, mean_rows: int, reads: bool) -> tuple[SparseConfig, int]:
         """The specialised configuration where it is faster and `reads` the call, else the portable one.
@@ -301,10 +292,7 @@ class SparsePlan(PlannedCall):
             wanted = self._splits(self.specialised, tokens, mean_rows)
             if specialised_pays(self.specialised, -(-mean_rows // (wanted * self.specialised.block_k))):
                 config, splits = self.specialised, wanted
-        if len(self._choices) >= _MAX_CHOICES:
-            self._choices.clear()
-        self._choices[tokens, mean_rows, reads] = config, splits
-        return config, splits
+        return self._choices.keep((tokens, mean_rows, reads), (config, splits))
 
     def _splits(self, config: SparseConfig, tokens: int, mean_rows: int) -> int:
         """Programs that share a token's rows."""
@@ -342,30 +330,11 @@ class SparsePlan(PlannedCall):
             most = min(source.num_rows, source.nnz) * HEAD_DIM * 2
         return max(most, source.nnz * 4) <= MOST_BUFFER_BYTES
 
-    def _expanded(self, source: KVSource | _ExpandedSource, block: int) -> KVSource | _ExpandedSource:
-        """The source with its quantised rows expanded to 16 bits in scratch memory from block `block` on.
 
-        If there are fewer indices than rows, only the rows that they name are expanded, one for each index.
-        """
-        if not isinstance(source, KVSource) or not isinstance(source.rows, DSV4Rows):
-            return source
-        rows = source.rows
-        gather = source.nnz < source.num_rows
-        count = source.nnz if gather else source.num_rows
-        expanded = self._scratch_block(block, (count, self.head_dim), self.query_dtype)
-        csr = source.csr
-        if gather:
-            places = self._scratch_block(block + 1, (count,), torch.int32)
-            self._launches.expand(rows, source, count, expanded, places)
-            csr = csr._replace(indices=places)
-        else:
-            self._launches.expand(rows, None, count, expanded, None)
-        return _ExpandedSource(expanded, count, csr, source.nnz)
-
-
-def _partial_blocks(count: int) -> Blocks:
-    """Shape and dtype of partial outputs, maxima and sums."""
-    return [((count, HEAD_DIM), torch.float32), ((count,), torch.float32), ((count,), torch.float32)]
+def _partial_blocks(count: int) -> dict[str, Block]:
+    """Partial outputs, maxima and sums."""
+    number = torch.float32
+    return {"acc": ((count, HEAD_DIM), number), "m": ((count,), number), "l": ((count,), number)}
 
 
 def _offsets_pass_31_bits(x: torch.Tensor) -> bool:

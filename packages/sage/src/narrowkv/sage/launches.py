@@ -1,0 +1,373 @@
+"""What a call of Sage attention launches: scratch memory, kernels with their constants, arguments by name.
+
+A call quantises K and V, quantises Q, and attends. `memory` says where the tensors between the kernels are:
+it maps the names of `blocks_of_keys`, `blocks_of_statistics` and `blocks_of_queries` to tensors, or to marks
+of what each call gives. A name that is not there is a step that the plan does not take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from narrowkv.quant.formats import get_format
+from narrowkv.quant.sage import TokenGroups
+from narrowkv.runtime.launch import (
+    Arg,
+    BoundLaunch,
+    Clear,
+    Described,
+    KernelLaunch,
+    LaunchOptions,
+    Part,
+    launch_by_name,
+)
+from narrowkv.runtime.launch.workspace import Block
+from narrowkv.sage.kernels import (
+    Call,
+    Groups,
+    Narrow,
+    NarrowKeys,
+    NarrowQuery,
+    Order,
+    Outputs,
+    Smoothing,
+    Statistics,
+    Strided,
+    _channel_statistics_kernel,
+    _finish_statistics_kernel,
+    _mean_scores_kernel,
+    _quantise_keys_values_kernel,
+    _quantise_tokens_kernel,
+    _sage_attention_kernel,
+    _sequence_bounds_kernel,
+)
+from narrowkv.sage.settings import SageSettings
+from narrowkv.sage.shapes import ROW_ALIGNMENT, SageShape, descriptor_of
+
+Memory = Mapping[str, Any]
+
+_LOG2E = math.log2(math.e)
+# The kernels round exactly as the host does: a multiplication and an addition must not be fused.
+# H200, b2 h32 d128, 16k tokens: Q at 16 warps 173 us, 8 warps 188, 4 warps 264; statistics of K and V at 2
+# and 4 warps 138, 8 warps 147. At 4k K and V take 136 in all, 142 if the last part to arrive finishes the
+# statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
+_STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
+_QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
+_BOUNDS = LaunchOptions(num_warps=1, num_stages=1)
+_MEANS = LaunchOptions(num_warps=4, num_stages=1)
+_MEAN_BLOCKS = 16  # blocks of Q whose means meet a tile of keys at once: the least rows of a dot
+
+# --------------------------------------------------------------------------------------------------- memory
+
+
+def blocks_of_keys(plan: SageSettings, size: SageShape) -> dict[str, Block]:
+    """The quantised K and V of a call, by name."""
+    heads, dim, rows = size.num_kv_heads, size.head_dim, size.rows(size.k_tokens)
+    channels = (size.batch, heads, dim)
+    found: dict[str, Block] = {
+        "k_codes": _codes_block(plan.qk_format, (heads, rows), dim),
+        "k_descale": (_descales(plan.k_groups, heads, rows), torch.float32),
+        "v_codes": ((heads, dim, rows), torch.uint8),
+        "v_descale": (channels, torch.float32),
+    }
+    if plan.smooth_k:
+        found["k_mean"] = (channels, torch.float32)
+    if size.ragged:
+        found["k_bounds"] = ((size.batch, 2), torch.int32)
+    return found
+
+
+def blocks_of_statistics(plan: SageSettings, size: SageShape) -> dict[str, Block]:
+    """Scratch of the step that quantises K and V, by name."""
+    partial = (size.batch, size.num_kv_heads, _parts(plan), size.head_dim)
+    found: dict[str, Block] = {"v_parts": (partial, torch.float32)}
+    if plan.smooth_k:
+        found["k_parts"] = (partial, torch.float64)
+    if plan.k_groups is None:
+        found["amax"] = ((1,), torch.int32)
+    return found
+
+
+def blocks_of_queries(plan: SageSettings, size: SageShape, *, lse: bool = True) -> dict[str, Block]:
+    """Scratch of a call's quantised Q, by name."""
+    heads, rows = size.num_qo_heads, size.rows(size.q_tokens)
+    blocks = rows // ROW_ALIGNMENT
+    found: dict[str, Block] = {
+        "q_codes": _codes_block(plan.qk_format, (heads, rows), size.head_dim),
+        "q_descale": (_descales(plan.q_groups, heads, rows), torch.float32),
+    }
+    if plan.q_groups is None:
+        found["amax"] = ((1,), torch.int32)
+    if size.ragged:
+        found["q_bounds"] = ((size.batch, 2), torch.int32)
+    if plan.smooth_q:
+        found["q_mean"] = ((heads, blocks, size.head_dim), torch.float32)
+        found["mean_scores"] = ((heads, blocks, size.rows(size.k_tokens)), torch.float32)
+    if plan.smooth_k and lse:
+        found["shift"] = ((heads, rows), torch.float32)
+    return found
+
+
+def _codes_block(format_name: str, rows: tuple[int, int], channels: int) -> Block:
+    """Codes with the dtype that the pre-pass writes."""
+    fmt = get_format(format_name)
+    return (*rows, fmt.storage_bytes(channels)), torch.uint8 if fmt.kind == "fp8" else torch.int8
+
+
+def _descales(groups: TokenGroups | None, heads: int, rows: int) -> tuple[int, ...]:
+    return (1,) if groups is None else (heads, rows // groups.span * groups.groups)
+
+
+def as_stored(codes: Any, format_name: str) -> Any:
+    """Codes, or a mark of them, with the dtype that attention reads."""
+    fmt = get_format(format_name)
+    if fmt.kind != "fp8" or isinstance(codes, Arg):
+        return codes
+    if isinstance(codes, Part):
+        return Part(codes.block, codes.offset, fmt.storage_dtype)
+    return codes.view(fmt.storage_dtype)
+
+
+# -------------------------------------------------------------------------------------------------- kernels
+
+
+def _parts(plan: SageSettings) -> int:
+    """Programs that share a head's statistics: enough to fill a GPU, none that does little."""
+    return min(16, 1 << max(-(-plan.shape.k_tokens // 256) - 1, 0).bit_length())
+
+
+def _groups(groups: TokenGroups | None) -> Groups:
+    return Groups(0, 1, 1) if groups is None else Groups(groups.span, groups.groups, groups.run)
+
+
+def _order(plan: SageSettings) -> Order:
+    order = plan.config.key_order
+    return Order(order.gather, order.lanes, order.width)
+
+
+def _bounds(plan: SageSettings) -> BoundLaunch:
+    return plan.bind(_sequence_bounds_kernel, _BOUNDS)
+
+
+def _statistics(plan: SageSettings) -> tuple[BoundLaunch, BoundLaunch]:
+    """The kernels that measure the channels of K and V."""
+    shape = plan.shape
+    same = {
+        "RAGGED": shape.ragged, "SMOOTH": plan.smooth_k, "PARTS": _parts(plan), "HEAD_DIM": shape.head_dim
+    }  # fmt: skip
+    v_max = get_format(plan.config.fp8).max_value
+    return (
+        plan.bind(_channel_statistics_kernel, _STATISTICS, **same, BLOCK=32),
+        plan.bind(_finish_statistics_kernel, _STATISTICS, **same, V_FORMAT_MAX=v_max),
+    )
+
+
+def _tokens(plan: SageSettings, side: str, *, shift: bool = False, measure: bool = False) -> BoundLaunch:
+    """The kernel that quantises Q, or that only finds the largest magnitude of Q or K.
+
+    `shift`: it also stores what smoothing K takes from the log-sum-exp.
+    """
+    is_q = side == "q"
+    smooth = ("block" if plan.smooth_q else "none") if is_q else "sequence" if plan.smooth_k else "none"
+    return plan.bind(
+        _quantise_tokens_kernel, _QUANTISE, RAGGED=plan.shape.ragged, SMOOTH=smooth, WRITE_SHIFT=shift,
+        GQA_RATIO=plan.shape.gqa_ratio if is_q else 1, FORMAT=plan.qk_format,
+        FORMAT_MAX=get_format(plan.qk_format).max_value, MEASURE=measure,
+        GROUPS=_groups(plan.q_groups if is_q else plan.k_groups), HEAD_DIM=plan.shape.head_dim,
+    )  # fmt: skip
+
+
+def _keys_values(plan: SageSettings) -> BoundLaunch:
+    return plan.bind(
+        _quantise_keys_values_kernel, _QUANTISE, RAGGED=plan.shape.ragged, SMOOTH=plan.smooth_k,
+        FORMAT=plan.qk_format, FORMAT_MAX=get_format(plan.qk_format).max_value, GROUPS=_groups(plan.k_groups),
+        V_FORMAT=plan.config.fp8, ORDER=_order(plan), HEAD_DIM=plan.shape.head_dim,
+    )  # fmt: skip
+
+
+def _mean_scores(plan: SageSettings) -> BoundLaunch:
+    """The kernel that multiplies the means of Q with K."""
+    return plan.bind(
+        _mean_scores_kernel, _MEANS, RAGGED=plan.shape.ragged, GQA_RATIO=plan.shape.gqa_ratio,
+        HEAD_DIM=plan.shape.head_dim, BLOCK_Q=_MEAN_BLOCKS,
+    )  # fmt: skip
+
+
+def _attention(plan: SageSettings, lse: bool, tma: bool) -> BoundLaunch:
+    config = plan.config
+    call = Call(
+        plan.shape.ragged, plan.shape.gqa_ratio, plan.shape.head_dim, plan.qk_format, plan.smooth_q,
+        plan.smooth_k and lse, lse, math.log2(get_format(config.fp8).max_value), config.two_level, tma,
+        config.reread_q, config.ahead, config.block_m, config.block_n,
+    )  # fmt: skip
+    return plan.bind(
+        _sage_attention_kernel, config.options, CALL=call, Q_GROUPS=_groups(plan.q_groups),
+        K_GROUPS=_groups(plan.k_groups), MASK=plan.mask, ORDER=_order(plan),
+    )  # fmt: skip
+
+
+def kernels_of(plan: SageSettings) -> list[BoundLaunch]:
+    """Every kernel that calls can launch, the log-sum-exp written or not."""
+    found = [_bounds(plan)] if plan.shape.ragged else []
+    found += [*_statistics(plan), _keys_values(plan)]
+    sides = {"k": plan.k_groups, "q": plan.q_groups}
+    found += [_tokens(plan, side, measure=True) for side, groups in sides.items() if groups is None]
+    found += [_mean_scores(plan)] if plan.smooth_q else []
+    for lse in (False, True):
+        found += [_tokens(plan, "q", shift=plan.smooth_k and lse), _attention(plan, lse, plan.config.tma)]
+    return list({id(launch): launch for launch in found}.values())
+
+
+# ------------------------------------------------------------------------------------------------- launches
+
+
+def _strided(name: str, x: torch.Tensor) -> Strided:
+    """A tensor of a call, which is as BSHD or `[tokens, heads, head_dim]`."""
+    return Strided(Arg(name), x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2))
+
+
+def _find_bounds(
+    plan: SageSettings, side: str, size: SageShape, tokens: int, memory: Memory
+) -> list[KernelLaunch]:
+    """Finds where sequences lie, clamped whatever the starts hold."""
+    if not size.ragged or not size.batch:
+        return []
+    return [
+        launch_by_name(
+            _bounds(plan), (1,), starts_ptr=Arg(f"{side}_starts"), bounds_ptr=memory[f"{side}_bounds"],
+            num_tokens=tokens, batch=size.batch,
+        )
+    ]  # fmt: skip
+
+
+def quantise_keys(
+    plan: SageSettings, size: SageShape, k: torch.Tensor, v: torch.Tensor, memory: Memory
+) -> list[KernelLaunch | Clear]:
+    """The steps that quantise `k` and `v`: the channels' statistics, then the blocks, of both at once."""
+    heads, rows, bounds = size.num_kv_heads, size.rows(size.k_tokens), memory.get("k_bounds")
+    k_mean = memory.get("k_mean")
+    same = {"bounds_ptr": bounds, "batch": size.batch, "length": size.k_tokens}
+    tensors = {"k": _strided("k", k), "v": _strided("v", v)}
+    stats = {
+        "k_stats": Statistics(memory.get("k_parts"), k_mean),
+        "v_stats": Statistics(memory["v_parts"], memory["v_descale"]),
+    }
+    smoothing = Smoothing(None, k_mean, None)
+    amax = memory["amax"] if plan.k_groups is None else None
+    narrow = Narrow(memory["k_codes"], memory["k_descale"], amax, rows)
+    items, blocks = size.batch * (2 if plan.smooth_k else 1), rows // ROW_ALIGNMENT
+    measure, finish = _statistics(plan)
+    steps: list[KernelLaunch | Clear] = [
+        *_find_bounds(plan, "k", size, size.k_tokens, memory),
+        launch_by_name(measure, (_parts(plan) * items, heads), **tensors, **stats, **same),
+        launch_by_name(finish, (items, heads), **stats, **same),
+    ]
+    if amax is not None:
+        largest = _tokens(plan, "k", measure=True)
+        given = {"x": tensors["k"], "smoothing": smoothing, "out": narrow, "sm_scale": 0.0, **same}
+        steps += [Clear(amax, 1), launch_by_name(largest, (blocks, heads), **given)]
+    quantise = launch_by_name(
+        _keys_values(plan), (blocks, heads, 2), **tensors, smoothing=smoothing,
+        v_descale_ptr=memory["v_descale"], k_out=narrow, v_out_ptr=memory["v_codes"], **same,
+    )  # fmt: skip
+    return [*steps, quantise]
+
+
+def quantise_queries(
+    plan: SageSettings, size: SageShape, q: torch.Tensor, k_source: torch.Tensor | None, memory: Memory, *,
+    lse: bool,
+) -> list[KernelLaunch | Clear]:  # fmt: skip
+    """The steps that quantise `q`; `k_source` is K before its quantisation, where Q is smoothed."""
+    heads, rows, bounds = size.num_qo_heads, size.rows(size.q_tokens), memory.get("q_bounds")
+    blocks, shifts = rows // ROW_ALIGNMENT, plan.smooth_k and lse
+    amax = memory["amax"] if plan.q_groups is None else None
+    mean = memory.get("q_mean")
+    given = {
+        "x": _strided("q", q),
+        "bounds_ptr": bounds,
+        "smoothing": Smoothing(mean, memory["k_mean"] if shifts else None, memory.get("shift")),
+        "out": Narrow(memory["q_codes"], memory["q_descale"], amax, rows),
+        "sm_scale": plan.sm_scale,
+        "batch": size.batch,
+        "length": size.q_tokens,
+    }
+    steps: list[KernelLaunch | Clear] = [*_find_bounds(plan, "q", size, size.q_tokens, memory)]
+    if amax is not None:
+        measure = launch_by_name(_tokens(plan, "q", measure=True), (blocks, heads), **given)
+        steps += [Clear(amax, 1), measure]
+    steps.append(launch_by_name(_tokens(plan, "q", shift=shifts), (blocks, heads), **given))
+    if k_source is not None and plan.smooth_q:
+        k_rows = size.rows(size.k_tokens)
+        blocks_of_one = -(-size.q_tokens // ROW_ALIGNMENT)
+        grid = (k_rows // ROW_ALIGNMENT, -(-blocks_of_one // _MEAN_BLOCKS), heads)
+        means = launch_by_name(
+            _mean_scores(plan), grid, k=_strided("k", k_source), q_bounds_ptr=bounds,
+            k_bounds_ptr=memory.get("k_bounds"), q_mean_ptr=mean, out_ptr=memory["mean_scores"],
+            q_blocks=blocks, k_rows=k_rows, qk_scale=plan.sm_scale * _LOG2E, batch=size.batch,
+            q_length=size.q_tokens, k_length=size.k_tokens,
+        )  # fmt: skip
+        steps.append(means)
+    return steps
+
+
+def attend(
+    plan: SageSettings, size: SageShape, out: torch.Tensor, lse: torch.Tensor | None, memory: Memory
+) -> KernelLaunch:
+    """Attention over the results of the pre-pass, into tensors with these strides, `lse` `[..., heads]`."""
+    config = plan.config
+    rows, k_rows = size.rows(size.q_tokens), size.rows(size.k_tokens)
+    tiles = -(-(rows if size.ragged else size.q_tokens) // config.block_m)
+    items = size.num_qo_heads * (1 if size.ragged else size.batch)
+    together = 1
+    # Without a limit to the right all tiles have the same length. If a head has many, few are last.
+    if plan.mask.RIGHT >= 0 and 4 * tiles <= config.programs_together:
+        together = min(-(-config.programs_together // max(tiles, 1)), max(items, 1))
+    # Codes of int4 are read times 16 on both sides.
+    codes = 1 / 256 if plan.qk_format == "int4" else 1.0
+    steps = (0, 0, 0)
+    if lse is not None:
+        steps = (0 if size.ragged else lse.stride(0), lse.stride(-2), lse.stride(-1))
+    tma = config.tma and k_rows > 0
+    return launch_by_name(
+        _attention(plan, lse is not None, tma), (items * tiles,),
+        query=NarrowQuery(
+            as_stored(memory["q_codes"], plan.qk_format), memory["q_descale"], memory.get("mean_scores"),
+            memory.get("shift"), rows,
+        ),
+        keys=NarrowKeys(
+            as_stored(memory["k_codes"], plan.qk_format), as_stored(memory["v_codes"], config.fp8),
+            memory["k_descale"], memory["v_descale"], k_rows,
+        ),
+        k_desc=memory["k_desc"] if tma else None, v_desc=memory["v_desc"] if tma else None,
+        out=Outputs(*_strided("out", out), None if lse is None else Arg("lse")),
+        q_bounds_ptr=memory.get("q_bounds"), k_bounds_ptr=memory.get("k_bounds"),
+        qk_scale=plan.sm_scale * _LOG2E * codes, num_heads=size.num_qo_heads, batch=size.batch,
+        q_length=size.q_tokens, k_length=size.k_tokens, items=items, tiles=tiles, together=together,
+        lse_batch=steps[0], lse_token=steps[1], lse_head=steps[2],
+    )  # fmt: skip
+
+
+def describe(memory: dict[str, Any], plan: SageSettings, size: SageShape) -> None:
+    """Adds the tensor descriptors of quantised K and V, which are parts of scratch."""
+    heads, dim, rows, block_n = (
+        size.num_kv_heads,
+        size.head_dim,
+        size.rows(size.k_tokens),
+        plan.config.block_n,
+    )
+    (_, _, width), _ = _codes_block(plan.qk_format, (heads, rows), dim)
+    for name, format_name, sizes, block in (
+        ("k", plan.qk_format, (heads * rows, width), [block_n, width]),
+        ("v", plan.config.fp8, (heads * dim, rows), [dim, block_n]),
+    ):
+        codes = as_stored(memory[f"{name}_codes"], format_name)
+        memory[f"{name}_desc"] = Described(codes, None, partial(_described, sizes, block))
+
+
+def _described(sizes: tuple[int, int], block: list[int], part: torch.Tensor, _: object) -> Any:
+    return descriptor_of(part[: sizes[0] * sizes[1]].view(sizes), block)

@@ -1,0 +1,511 @@
+"""Sage attention as an operation: its plan, with a call's two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowkv.runtime.errors import (
+    check_dtype,
+    check_index_vector,
+    check_instance,
+    check_last_dim_contiguous,
+    check_no_grad,
+    check_no_overlap,
+    check_same_device,
+    check_shape,
+    contiguous_vector,
+)
+from narrowkv.runtime.launch import Arg, BoundLaunch, PreparedCall
+from narrowkv.runtime.launch.workspace import Block
+from narrowkv.runtime.operation import SCRATCH, signature_of
+from narrowkv.runtime.spans import share_memory, span_bytes
+from narrowkv.runtime.targets import Target
+from narrowkv.sage import launches
+from narrowkv.sage.checks import FLOATS, check_starts, dimensions, windows_of
+from narrowkv.sage.config import choose_config
+from narrowkv.sage.settings import SageOptions, SageSettings
+from narrowkv.sage.shapes import QuantizedKV, SageShape
+from narrowkv.sage.sixteen_bit import attend as attend_in_16_bits
+from narrowkv.sage.sixteen_bit import why_quantised
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_CACHED_PLANS = 256
+
+
+class _Prepared(NamedTuple):
+    """A checked call that can be repeated with other tensors of the same metadata.
+
+    Attributes:
+        launches: of the call.
+        size: of the call.
+        scratch_bytes: of the memory that it allocates.
+        blocks: the tensors that it returns, by name.
+        q_bytes, k_bytes, starts_bytes, out_bytes, lse_bytes: that tensors span; `k_bytes` where K is read
+            after its quantisation.
+    """
+
+    launches: PreparedCall
+    size: SageShape
+    scratch_bytes: int
+    blocks: dict[str, Block]
+    q_bytes: int = 0
+    k_bytes: int = 0
+    starts_bytes: int = 0
+    out_bytes: int = 0
+    lse_bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SagePlan(SageSettings):
+    """A Sage attention up to one size, ready to quantise and to attend.
+
+    Made by `plan_sage`. `quantize_kv`, `attend` and `run` make no host synchronisation, so they can be
+    captured in a graph and replayed with other values and, if sequences are ragged, other lengths in the same
+    tensors. Its attributes are those of `SageSettings` and of `narrowkv.runtime.operation.Plan`; the
+    workspace holds scratch of the queries and of statistics.
+    """
+
+    def blocks(self) -> dict[str, Block]:
+        """Scratch of the largest call by name: shapes and dtypes."""
+        found = launches.blocks_of_queries(self, self.shape)
+        return found | launches.blocks_of_statistics(self, self.shape)
+
+    def kernels(self) -> list[BoundLaunch]:
+        """Every kernel that calls can launch, for compiling them beforehand."""
+        return launches.kernels_of(self)
+
+    def explain(self) -> str:
+        """One line for people, of the largest call."""
+        config, why = self.config, self.why_quantised()
+        return (
+            f"Sage: Q and K in {self.qk_format}, P and V in {config.fp8}; {config.block_m} rows x "
+            f"{config.block_n} keys a tile, {config.options.num_warps} warps; "
+            f"workspace {self.workspace_bytes()} bytes; backend='auto' "
+            + (f"quantises, because {why}" if why else "takes torch's 16-bit attention, which is faster here")
+        )
+
+    def why_quantised(self, *, lse: bool = False, one_dtype: bool = True) -> str:
+        """Why `sage_attention(..., backend="auto")` quantises a call of the largest size.
+
+        Args:
+            lse: whether the log-sum-exp is wanted; one_dtype: whether Q, K and V have one dtype.
+
+        Returns:
+            The reason, or "" where it takes torch's attention in 16 bits, which is faster there.
+        """
+        return why_quantised(self.target, self.shape, self.mask, lse=lse, one_dtype=one_dtype)
+
+    # ------------------------------------------------------------------------------------------- calls
+
+    def quantize_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cu_seqlens_k: torch.Tensor | None = None,
+        validate: bool = False,
+    ) -> QuantizedKV:
+        """Quantises K and V, which then serve any number of `attend` calls.
+
+        Args:
+            k, v: bf16 or fp16 `[batch, k_len, num_kv_heads, head_dim]`, or `[k_tokens, num_kv_heads,
+                head_dim]` with cu_seqlens; last dimension contiguous; at most the plan's size.
+            cu_seqlens_k: int32 or int64 `[batch + 1]`; None takes the plan's.
+            validate: also read `cu_seqlens_k` and refuse wrong values, which waits for the device.
+
+        Returns:
+            The operands of `attend`, in their own memory. With `smooth_q` they include `k` itself, which must
+            not change until then.
+
+        Raises:
+            TypeError, ValueError: tensors that the plan is not for.
+        """
+        starts = self.cu_seqlens_k if cu_seqlens_k is None else cu_seqlens_k
+        signature = signature_of("keys", k, v, starts)
+        call = self.calls.find(signature)
+        if call is None:
+            call = self.calls.keep(signature, self._prepare_keys(k, v, starts))
+        if validate:
+            check_starts("cu_seqlens_k", starts, k.shape[0])
+        empty, device, scratch = torch.empty, self.device, self._allocate(call)
+        made = {}
+        for name, (shape, dtype) in call.blocks.items():
+            made[name] = empty(shape, dtype=dtype, device=device)
+        call.launches.run(k=k, v=v, k_starts=_contiguous(starts), scratch=scratch, **made)
+        return QuantizedKV(
+            launches.as_stored(made["k_codes"], self.qk_format), made["k_descale"], made.get("k_mean"),
+            launches.as_stored(made["v_codes"], self.config.fp8), made["v_descale"], call.size,
+            self.qk_format, self.config.fp8, self.k_groups, self.config.key_order, made.get("k_bounds"),
+            self._viewed(k) if self.smooth_q else None, self.config.block_n,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: QuantizedKV,
+        *,
+        cu_seqlens_q: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        validate: bool = False,
+    ) -> Result:
+        """Attention of `q` over quantised keys and values.
+
+        Args:
+            q: bf16 or fp16 `[batch, q_len, num_qo_heads, head_dim]`, or `[q_tokens, num_qo_heads, head_dim]`
+                with cu_seqlens; at most the plan's size.
+            kv: from `quantize_kv` of this plan, or of one with the same keys.
+            cu_seqlens_q: int32 or int64 `[batch + 1]`; None takes the plan's.
+            out: where to write, like q; bf16 or fp16.
+            lse: where to write the log-sum-exp, fp32, shaped like q without head_dim; returned only
+                with `return_lse`.
+            return_lse: also return the log-sum-exp.
+            validate: also read `cu_seqlens_q` and refuse wrong values, which waits for the device.
+
+        Returns:
+            `o`, or `(o, lse)`; see `sage_attention`.
+
+        Raises:
+            TypeError, ValueError: tensors that the plan is not for.
+        """
+        starts = self.cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q
+        kind = kv.kind if isinstance(kv, QuantizedKV) else None
+        signature = signature_of("attend", q, starts, out, lse, return_lse, kind)
+        call = self.calls.find(signature)
+        if call is None:
+            call = self.calls.keep(signature, self._prepare_attend(q, kv, starts, out, lse, return_lse))
+        if validate:
+            check_starts("cu_seqlens_q", starts, q.shape[0])
+        if (out is not None or lse is not None) and share_memory(
+            ((out, call.out_bytes), (lse, call.lse_bytes)),
+            ((q, call.q_bytes), (starts, call.starts_bytes), *kv.inputs),
+        ):
+            _check_apart(out, lse, q, _inputs_of(kv, starts))
+        o, sums = _results(q, out, lse, return_lse)
+        k_desc, v_desc = kv.descriptors if self.config.tma and kv.k.numel() else (None, None)
+        call.launches.run(
+            q=q, out=o, lse=sums, q_starts=_contiguous(starts), scratch=self._allocate(call),
+            k_desc=k_desc, v_desc=v_desc, **kv.arguments,
+        )  # fmt: skip
+        return (o, sums) if return_lse and sums is not None else o
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        validate: bool = False,
+    ) -> Result:
+        """`quantize_kv` and `attend` in one call, with the quantised K and V in scratch memory.
+
+        Args:
+            q, cu_seqlens_q, out, lse, return_lse: as for `attend`.
+            k, v, cu_seqlens_k: as for `quantize_kv`.
+            validate: also read both cu_seqlens and refuse wrong values, which waits for the device.
+
+        Raises:
+            TypeError, ValueError: tensors that the plan is not for.
+        """
+        q_starts = self.cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q
+        k_starts = self.cu_seqlens_k if cu_seqlens_k is None else cu_seqlens_k
+        signature = signature_of("run", q, k, v, q_starts, k_starts, out, lse, return_lse)
+        return self.run_as_signed(signature, q, k, v, q_starts, k_starts, out, lse, return_lse, validate)
+
+    def run_as_signed(
+        self, signature: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        q_starts: torch.Tensor | None, k_starts: torch.Tensor | None, out: torch.Tensor | None,
+        lse: torch.Tensor | None, return_lse: bool, validate: bool,
+    ) -> Result:  # fmt: skip
+        """`run`, for a caller whose signature has all that `signature_of` finds in these arguments."""
+        call = self.calls.find(signature)
+        if call is None:
+            prepared = self._prepare_run(q, k, v, q_starts, k_starts, out, lse, return_lse)
+            call = self.calls.keep(signature, prepared)
+        if validate:
+            check_starts("cu_seqlens_q", q_starts, q.shape[0])
+            check_starts("cu_seqlens_k", k_starts, k.shape[0])
+        if (out is not None or lse is not None) and share_memory(
+            ((out, call.out_bytes), (lse, call.lse_bytes)),
+            ((q, call.q_bytes), (q_starts, call.starts_bytes), (k, call.k_bytes)),
+        ):
+            _check_apart(out, lse, q, self._inputs_of_run(k, q_starts))
+        o, sums = _results(q, out, lse, return_lse)
+        call.launches.run(
+            q=q, k=k, v=v, out=o, lse=sums, q_starts=_contiguous(q_starts), k_starts=_contiguous(k_starts),
+            scratch=self._allocate(call),
+        )  # fmt: skip
+        return (o, sums) if return_lse and sums is not None else o
+
+    def attend_codes(
+        self, codes: Mapping[str, Any], kv: QuantizedKV, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """Attention of a quantised query of the plan's size, for callers that have checked it.
+
+        Args:
+            codes: "q_codes" and "q_descale" as `narrowkv.sage.launches.blocks_of_queries` shapes them.
+            kv: quantised keys and values.
+            out, lse: where to write, `[batch, q_len, num_qo_heads, head_dim]` and without head_dim.
+        """
+        memory = {**codes, **kv.arguments}
+        if self.config.tma and kv.k.numel():
+            memory["k_desc"], memory["v_desc"] = kv.descriptors
+        step = launches.attend(self, self.shape, out, lse, memory)
+        PreparedCall(("out", "lse"), [step]).run(out=out, lse=lse)
+
+    def attend_in_16_bits(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention without quantisation, by torch; for calls whose `why_quantised` is "".
+
+        Args:
+            q, k, v: as `attend` and `quantize_kv` take them, of one dtype.
+            out: where to write, like q.
+
+        Raises:
+            TypeError, ValueError: tensors that the plan is not for.
+        """
+        given, q = q, self._operand("q", q, self.shape.num_qo_heads)
+        k, v = (self._operand(name, x, self.shape.num_kv_heads) for name, x in (("k", k), ("v", v)))
+        check_shape("v", v, tuple(k.shape))
+        if out is not None:
+            o = self._operand("out", out, self.shape.num_qo_heads)
+            check_shape("out", out, tuple(given.shape))
+            check_no_overlap("out", out, q=q, k=k, v=v)
+        found = attend_in_16_bits(q, k, v, causal=self.window_right == 0, sm_scale=self.sm_scale)
+        if out is None:
+            return self._viewed(found).contiguous()
+        o.copy_(found)
+        return out
+
+    # ------------------------------------------------------------------------------ preparing of calls
+
+    def _prepare_keys(self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None) -> _Prepared:
+        k, v, size = self._check_keys(k, v, starts)
+        memory, scratch_bytes = self.scratch(launches.blocks_of_statistics(self, size))
+        blocks = launches.blocks_of_keys(self, size)
+        memory |= {name: Arg(name) for name in blocks}
+        steps = launches.quantise_keys(self, size, k, v, memory)
+        call = PreparedCall(("k", "v", "k_starts", SCRATCH, *blocks), steps)
+        return _Prepared(call, size, scratch_bytes, blocks)
+
+    def _prepare_attend(
+        self, q: torch.Tensor, kv: QuantizedKV, starts: torch.Tensor | None, out: torch.Tensor | None,
+        lse: torch.Tensor | None, return_lse: bool,
+    ) -> _Prepared:  # fmt: skip
+        check_instance("kv", kv, QuantizedKV)
+        viewed, batch, tokens = self._check_query(q, starts)
+        self._check_kv(kv, batch)
+        self._check_results(q, out, lse, _inputs_of(kv, starts))
+        size = self._size_of_call(batch, tokens, kv.shape.k_tokens)
+        writes_lse = return_lse or lse is not None
+        memory, scratch_bytes = self.scratch(launches.blocks_of_queries(self, size, lse=writes_lse))
+        memory |= {name: Arg(name) for name, value in kv.arguments.items() if value is not None}
+        memory |= {"k_desc": Arg("k_desc"), "v_desc": Arg("v_desc")}
+        names = ("q", "out", "lse", "q_starts", SCRATCH, "k_desc", "v_desc", *kv.arguments)
+        return self._prepared_attention(
+            q, viewed, kv.k_source, starts, out, lse, writes_lse, size, memory, names, [], scratch_bytes
+        )
+
+    def _prepare_run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor | None,
+        k_starts: torch.Tensor | None, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
+    ) -> _Prepared:  # fmt: skip
+        k, v, keys = self._check_keys(k, v, k_starts)
+        viewed, batch, tokens = self._check_query(q, q_starts)
+        self._check_results(q, out, lse, self._inputs_of_run(k, q_starts))
+        size = self._size_of_call(batch, tokens, keys.k_tokens)
+        writes_lse = return_lse or lse is not None
+        blocks = launches.blocks_of_keys(self, size) | launches.blocks_of_statistics(self, size)
+        blocks |= launches.blocks_of_queries(self, size, lse=writes_lse)
+        memory, scratch_bytes = self.scratch(blocks)
+        if self.config.tma:
+            launches.describe(memory, self, size)
+        steps = launches.quantise_keys(self, size, k, v, memory)
+        names = ("q", "k", "v", "out", "lse", "q_starts", "k_starts", SCRATCH)
+        return self._prepared_attention(
+            q, viewed, k, q_starts, out, lse, writes_lse, size, memory, names, steps, scratch_bytes
+        )
+
+    def _prepared_attention(
+        self, q: torch.Tensor, viewed: torch.Tensor, k_source: torch.Tensor | None,
+        starts: torch.Tensor | None, out: torch.Tensor | None, lse: torch.Tensor | None, writes_lse: bool,
+        size: SageShape, memory: dict[str, Any], names: tuple[str, ...], steps: list[Any], scratch_bytes: int,
+    ) -> _Prepared:  # fmt: skip
+        """The steps `steps`, then those of `q`, and attention."""
+        # Results that calls allocate have the strides of these.
+        o, sums = _results(q, out, lse, writes_lse)
+        o = self._viewed(o)
+        if sums is not None and self.layout == "BHSD" and sums.dim() == 3:
+            sums = sums.transpose(1, 2)
+        steps = [
+            *steps,
+            *launches.quantise_queries(self, size, viewed, k_source, memory, lse=writes_lse),
+            launches.attend(self, size, o, sums, memory),
+        ]
+        call = PreparedCall(names, steps if q.numel() else [])
+        return _Prepared(
+            call, size, scratch_bytes if q.numel() else 0, {}, span_bytes(q),
+            span_bytes(k_source) if self.smooth_q else 0, span_bytes(starts), span_bytes(out),
+            span_bytes(lse),
+        )  # fmt: skip
+
+    def _allocate(self, call: _Prepared) -> torch.Tensor | None:
+        """The scratch of a call that the workspace does not hold."""
+        size = call.scratch_bytes
+        return torch.empty(size, dtype=torch.uint8, device=self.device) if size else None
+
+    # ------------------------------------------------------------------------------------------ checks
+
+    def _check_keys(
+        self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, SageShape]:
+        """K and V as BSHD, and the sizes of a call without queries."""
+        self._check_starts("cu_seqlens_k", starts)
+        k = self._operand("k", k, self.shape.num_kv_heads)
+        v = self._operand("v", v, self.shape.num_kv_heads)
+        check_shape("v", v, tuple(k.shape))
+        batch, tokens = self._sequences("k", k, starts, self.shape.k_tokens)
+        return k, v, self._size_of_call(batch, 0, tokens)
+
+    def _check_query(self, q: torch.Tensor, starts: torch.Tensor | None) -> tuple[torch.Tensor, int, int]:
+        """Q as BSHD, sequences and tokens."""
+        self._check_starts("cu_seqlens_q", starts)
+        q = self._operand("q", q, self.shape.num_qo_heads)
+        return q, *self._sequences("q", q, starts, self.shape.q_tokens)
+
+    def _check_results(
+        self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, inputs: Mapping[str, Any]
+    ) -> None:
+        if out is not None:
+            self._operand("out", out, self.shape.num_qo_heads)
+            check_shape("out", out, tuple(q.shape))
+        if lse is not None:
+            check_dtype("lse", lse, torch.float32)
+            check_shape("lse", lse, tuple(q.shape[:-1]))
+            check_same_device(q=q, lse=lse)
+        _check_apart(out, lse, q, inputs)
+
+    def _inputs_of_run(self, k: torch.Tensor, starts: torch.Tensor | None) -> dict[str, Any]:
+        """What is read after the first result is written, or while it is."""
+        return {"K as it came": k if self.smooth_q else None, "cu_seqlens_q": starts}
+
+    def _viewed(self, x: torch.Tensor) -> torch.Tensor:
+        """A dense tensor of either layout as BSHD."""
+        return x.transpose(1, 2) if self.layout == "BHSD" and not self.shape.ragged else x
+
+    def _operand(self, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """The tensor as BSHD, or `[tokens, heads, head_dim]`, once it is checked."""
+        shape = self.shape
+        check_dtype(name, x, FLOATS)
+        if x.dim() != (3 if shape.ragged else 4):
+            wanted = dimensions(self.layout, shape.ragged)
+            raise ValueError(f"{name} must have shape {wanted}, got {list(x.shape)}")
+        viewed = self._viewed(x)
+        free = ("tokens",) if shape.ragged else ("batch", "tokens")
+        check_shape(name, viewed, (*free, heads, shape.head_dim))
+        check_last_dim_contiguous(name, x)
+        check_no_grad(**{name: x})
+        if x.device != self.device:
+            raise ValueError(f"{name} must be on {self.device} like the plan, got {x.device}")
+        return viewed
+
+    def _check_starts(self, name: str, starts: torch.Tensor | None) -> None:
+        if not self.shape.ragged:
+            if starts is not None:
+                raise ValueError(f"{name} must be None: the plan is for a dense batch")
+            return
+        if starts is None:
+            raise ValueError(f"{name} must be given: the plan is for ragged sequences and has none")
+        check_index_vector(name, starts, "batch + 1")
+        if starts.device != self.device:
+            raise ValueError(f"{name} must be on {self.device} like the plan, got {starts.device}")
+
+    def _sequences(
+        self, name: str, x: torch.Tensor, starts: torch.Tensor | None, most: int
+    ) -> tuple[int, int]:
+        """Batch and tokens of a call, within the plan's."""
+        batch = x.shape[0] if starts is None else starts.shape[0] - 1
+        tokens = x.shape[-3]
+        if batch > self.shape.batch or tokens > most:
+            raise ValueError(
+                f"{name} must have at most {self.shape.batch} sequences and {most} tokens as planned, "
+                f"got {batch} and {tokens}"
+            )
+        return batch, tokens
+
+    def _size_of_call(self, batch: int, q_tokens: int, k_tokens: int) -> SageShape:
+        return replace(self.shape, batch=batch, q_tokens=q_tokens, k_tokens=k_tokens)
+
+    def _check_kv(self, kv: QuantizedKV, batch: int) -> None:
+        shape, theirs = self.shape, kv.shape
+        mine = (
+            shape.num_kv_heads, shape.head_dim, shape.ragged, self.qk_format, self.config.fp8, self.k_groups,
+            self.config.key_order,
+        )  # fmt: skip
+        those = (
+            theirs.num_kv_heads, theirs.head_dim, theirs.ragged, kv.qk_format, kv.fp8, kv.k_groups,
+            kv.key_order,
+        )  # fmt: skip
+        if mine != those:
+            raise ValueError(f"kv must be quantised for this plan ({mine}), got one for {those}")
+        if theirs.batch != batch or theirs.k_tokens > shape.k_tokens:
+            raise ValueError(
+                f"kv must be quantised for q's {batch} sequences and at most {shape.k_tokens} tokens, got "
+                f"{theirs.batch} and {theirs.k_tokens}"
+            )
+        if (self.smooth_k and kv.k_mean is None) or (self.smooth_q and kv.k_source is None):
+            raise ValueError("kv must be quantised by a plan with the same smooth_k and smooth_q")
+        if kv.k.device != self.device:
+            raise ValueError(f"kv must be on {self.device} like the plan, got {kv.k.device}")
+
+
+def _inputs_of(kv: QuantizedKV, starts: torch.Tensor | None) -> dict[str, Any]:
+    """What attention over quantised keys reads beside the query, as messages name it."""
+    return {"k": kv.k, "v": kv.v, "K as it came": kv.k_source, "cu_seqlens_q": starts}
+
+
+def _check_apart(
+    out: torch.Tensor | None, lse: torch.Tensor | None, q: torch.Tensor, inputs: Mapping[str, Any]
+) -> None:
+    """Refuses results that share memory with each other or with an input."""
+    if out is not None:
+        check_no_overlap("out", out, q=q, **inputs)
+    if lse is not None:
+        check_no_overlap("lse", lse, q=q, o=out, **inputs)
+
+
+def _results(
+    q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, wants_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tensors that a call writes; those that are not given are new."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if lse is None and wants_lse:
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    return out, lse
+
+
+def _contiguous(starts: torch.Tensor | None) -> torch.Tensor | None:
+    return starts if starts is None or starts.stride(0) == 1 else contiguous_vector(starts)
+
+
+@lru_cache(maxsize=_CACHED_PLANS)
+def make_plan(target: Target, shape: SageShape, options: SageOptions, device: torch.device) -> SagePlan:
+    """A plan without a workspace and without lists of lengths, the same one for equal arguments."""
+    left = windows_of(options.causal, options.window)[1]
+    config = choose_config(target, options.qk_dtype, smooth_q=options.smooth_q, window=left >= 0)
+    plan = SagePlan(target=target, shape=shape, options=options, config=config, device=device)
+    plan.q_groups, plan.k_groups  # noqa: B018  # refuse unknown granularities
+    return plan
