@@ -208,8 +208,10 @@ SPILLING = """
     ("inside", "count"),
     [
         ("s_nop 0", 0),
-        ("v_readlane_b32 s1, v9, 0", 1),
-        ("v_writelane_b32 v9, s1, 0", 1),
+        # A loop without matrix instructions is not the hot loop, in which moves of scalars count.
+        ("v_readlane_b32 s1, v9, 0", 0),
+        ("v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3]\nv_readlane_b32 s1, v9, 0", 1),
+        ("v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3]\nv_writelane_b32 v9, s1, 0", 1),
         ("scratch_load_dword v7, off, off ; 4-byte Folded Reload", 1),
         ("v_accvgpr_write_b32 a3, v7 ;  Reload Reuse", 1),
         ("v_accvgpr_write_b32 a3, v7", 0),

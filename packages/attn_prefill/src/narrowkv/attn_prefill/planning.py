@@ -75,7 +75,7 @@ def plan_prefill(
         max_kv_tokens: the most keys of all sequences together. It bounds the scratch of widened keys, which
             an engine's wide block table would otherwise make large. In a call with more keys than the bounds
             allow, rows that see keys which the scratch lacks are NaN; with `validate` it is refused.
-        kernel: forces "dense", "fused" or "decode".
+        kernel: forces "dense", "fused", "split" or "decode".
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
         batch_invariant: choose kernel, tiles and splits by the model alone, so that a sequence's result has

@@ -194,7 +194,7 @@ def attend_in_registers(
     """Attends to the key tiles [begin, end) as `attend_to_tiles` does where all rows attend to the same keys.
 
     E8M0 bytes become factors relative to the largest exponent: of the tile's keys, and of all values so far.
-    Where that is NaN, so are all sums.
+    If that exponent is NaN, all sums are NaN.
 
     Args:
         q: of `load_query_registers`, in float16.

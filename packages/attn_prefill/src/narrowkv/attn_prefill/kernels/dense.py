@@ -206,7 +206,7 @@ def dense_keys(
 def multiply_values(acc, m, l, factor):
     """The state `(acc, m, l)` of rows with the sums of values multiplied by a positive number.
 
-    Where a sum could leave float32's range, the running sum is divided instead: a power of two moves from
+    If a sum could leave float32's range, the running sum is divided instead: a power of two moves from
     `acc` to `l` and `m`, which changes neither acc / l nor the log-sum-exp.
     """
     exponent = (factor.to(tl.int32, bitcast=True) >> 23) - 127

@@ -5,7 +5,7 @@ one, and computes the next softmax while the matrix unit works: the overlap of F
 2024). Programs stay and take tile after tile, so that copies of a tile's first keys run during the end of the
 tile before. Written in Gluon, since plain Triton schedules by itself; the functions around the loop are plain
 Triton's own.
-Where V is out of float16's range, one warpgroup attends to all of the launch instead, step by step.
+If V is out of float16's range, one warpgroup attends to all of the launch instead, step by step.
 """
 
 from triton.experimental import gluon

@@ -35,8 +35,8 @@ BF16_VALUE_EXPONENT = tl.constexpr(5)
 def to_fp16_with_exponent(widened, top, EXPONENT: tl.constexpr):
     """A float32 tile times 2**EXPONENT, as float16 and the power of two that it is still to be multiplied by.
 
-    Where `top` times 2**EXPONENT is from 2**-12 to 2**15, the power is 1, and elements too small to keep all
-    their bits are off by at most 2**-13 of the largest. Elsewhere the largest element comes to lie in
+    If `top` times 2**EXPONENT is from 2**-12 to 2**15, the power is 1, and elements too small to keep all
+    their bits are off by at most 2**-13 of the largest. Otherwise the largest element comes to lie in
     [2**14, 2**15), or below if it was below 2**-26.
 
     Args:

@@ -116,8 +116,8 @@ class KernelSpec:
 
     Attributes:
         kernel: where the kernel is imported from.
-        args: runtime arguments, with a `TensorSpec` for each tensor. Of an int that the kernel is specialised
-            on, only whether it is 1, a multiple of 16 and within 32 bits matters.
+        args: runtime arguments, with a `TensorSpec` for each tensor. An int that the kernel is specialised
+            on matters only by whether it is 1, a multiple of 16 and within 32 bits.
         constexprs: `tl.constexpr` arguments by name.
         options: compiler options.
     """
