@@ -17,9 +17,7 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.sage import plan_sage, sage_attention
-from narrowkv.sage.cases import SageCase
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     choose_mode,
@@ -27,7 +25,9 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill,
     sparse_prefill_fp8,
 )
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sage import SageCase
+from narrowkv.testing.cases.sparse import SparseCase
 
 pytestmark = pytest.mark.sampled
 I32 = torch.int32

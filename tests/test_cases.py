@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_decode import cases as decode
-from narrowkv.attn_decode.cases import DecodeCase
-from narrowkv.attn_prefill import cases as prefill
-from narrowkv.attn_prefill.cases import PrefillCase
-from narrowkv.runtime.cases import Case, CaseError, parse_case, spell_case
-from narrowkv.sparse_fp8 import cases as sparse
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing.cases import Case, CaseError, decode, parse_case, prefill, sparse, spell_case
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sparse import SparseCase
 
 CASES: dict[str, Iterable[Case]] = {
     "decode": decode.at_random(200, seed=0),

@@ -11,12 +11,12 @@ import pytest
 import torch
 from generated_code import assert_no_spills, both_targets, compile_case, counts_instructions
 
-from narrowkv.attn_decode.cases import K8V4, DecodeCase
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append
 from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.targets import get_target
+from narrowkv.testing.cases.decode import K8V4, DecodeCase
 from narrowkv.testing.codegen import compile_call
 
 CONTEXT = 1024

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from narrowkv.attn_decode.cases import DecodeCase
-from narrowkv.attn_prefill.cases import QUERIES, PrefillCase
-from narrowkv.runtime.cases import Case
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.targets import get_target
-from narrowkv.sage.cases import SageCase
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing.cases import Case
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import QUERIES, PrefillCase
+from narrowkv.testing.cases.sage import SageCase
+from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.codegen import compile_call
 
 _DECODE: dict[str, Any] = {"lens": (256,), "num_kv_heads": 1, "split": "even"}

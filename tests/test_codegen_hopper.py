@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.cases import K8V4, DecodeCase
+from narrowkv.testing.cases.decode import K8V4, DecodeCase
 
 
 def _decode(sm90_code: Any, capacity: int, batch: int = 1, **changes: Any) -> Any:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from generated_code import TARGETS, assert_no_spills, both_targets, compile_case, counts_instructions
 
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.attn_prefill.shapes import PrefillConfig
 from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.toolchain import TRITON
+from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.codegen import compile_call
 from narrowkv.testing.roofline import matrix_share
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import plan_append
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.runtime.toolchain import TRITON
+from narrowkv.testing.cases.prefill import PrefillCase
 
 
 def _stale_addresses(code: str) -> list[str]:

@@ -15,7 +15,7 @@ from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sage import plan_sage
-from narrowkv.sage.cases import PRECISIONS
+from narrowkv.testing.cases.sage import PRECISIONS
 
 qk_dtypes = pytest.mark.parametrize("qk_dtype", PRECISIONS)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from generated_code import TARGETS, both_targets, compile_case
 
-from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.toolchain import TRITON
-from narrowkv.sparse_fp8.cases import SparseCase, shipped
+from narrowkv.testing.cases import parse_case
+from narrowkv.testing.cases.sparse import SparseCase, shipped
 from narrowkv.testing.codegen import KernelCode
 
 LDS_OF_GFX942 = 64 * 1024

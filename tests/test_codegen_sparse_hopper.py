@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from narrowkv.sparse_fp8 import DSV4Rows, choose_mode, sparse_prefill, sparse_prefill_fp8
-from narrowkv.sparse_fp8.cases import WAYS_OF_SPECIALISED, SparseCall, SparseCase
+from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCall, SparseCase
 
 pytestmark = pytest.mark.sampled(most=2)
 

@@ -23,14 +23,14 @@ from narrowkv.attn_decode import (
     paged_decode_reference,
     plan_decode,
 )
-from narrowkv.attn_decode.cases import DecodeCase, DecodeInputs, at_random, one_at_a_time
 from narrowkv.cdna_emulator import EmulatorError, RaceError, matrix
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.accuracy import relative_l1
-from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
 from narrowkv.testing import emulation
+from narrowkv.testing.cases import parse_case
+from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs, at_random, one_at_a_time
 from narrowkv.testing.checking import check, run_case
 from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.emulation import EmulateExecutor, emulating

@@ -10,10 +10,10 @@ import pytest
 import torch
 from generated_code import both_targets
 
-from narrowkv.attn_decode.cases import K8V4
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
-from narrowkv.paged_cache.cases import differing_bytes
 from narrowkv.quant import KeyTransform, get_format
+from narrowkv.testing.cases.cache import differing_bytes
+from narrowkv.testing.cases.decode import K8V4
 from narrowkv.testing.emulation import emulating
 
 FP4: dict[str, Any] = {"fmt": "fp4_e2m1"}

@@ -9,11 +9,11 @@ import torch
 from generated_code import assert_no_spills, both_targets
 
 from narrowkv.attn_decode import merge_states, merge_states_reference, paged_decode, paged_decode_reference
-from narrowkv.attn_decode.cases import DecodeCase, draw_tree
 from narrowkv.context_parallel import ShardLayout
-from narrowkv.context_parallel.cases import spread
 from narrowkv.paged_cache import PagedKVCache, PageTable, pack_tree_mask
 from narrowkv.runtime.launch import executing
+from narrowkv.testing.cases.context_parallel import spread
+from narrowkv.testing.cases.decode import DecodeCase, draw_tree
 from narrowkv.testing.emulation import EmulateExecutor
 
 pytestmark = pytest.mark.sampled(most=1)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from generated_code import both_targets, emulate
 
-from narrowkv.attn_decode.cases import K8V4
-from narrowkv.attn_prefill.cases import PrefillCase, PrefillInputs
 from narrowkv.paged_cache import CacheFormat
-from narrowkv.paged_cache.cases import copy_cache
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.launch import compile_for, executing
 from narrowkv.runtime.toolchain import TRITON
+from narrowkv.testing.cases.cache import copy_cache
+from narrowkv.testing.cases.decode import K8V4
+from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
 from narrowkv.testing.emulation import EmulateExecutor
 
 pytestmark = pytest.mark.slow  # about two minutes together

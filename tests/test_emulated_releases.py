@@ -12,10 +12,10 @@ import pytest
 import torch
 from generated_code import both_targets
 
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.cdna_emulator import ReleaseError
-from narrowkv.runtime.cases import parse_case
 from narrowkv.testing import emulation
+from narrowkv.testing.cases import parse_case
+from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.checking import check
 from narrowkv.testing.emulation import emulating
 

@@ -11,8 +11,8 @@ from generated_code import both_targets
 from narrowkv.quant import compare, max_abs, relative_l1
 from narrowkv.runtime.launch import executing, run_as
 from narrowkv.sage import plan_sage, sage_attention_reference
-from narrowkv.sage.cases import SageCase
 from narrowkv.sage.reference import narrow_p_reference
+from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.emulation import EmulateExecutor
 
 W = SageCase.small

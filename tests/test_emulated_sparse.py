@@ -9,7 +9,6 @@ import torch
 from generated_code import both_targets
 
 from narrowkv.quant.accuracy import compare
-from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
@@ -18,7 +17,8 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8_reference,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.cases import SparseCase, full, quick
+from narrowkv.testing.cases import parse_case
+from narrowkv.testing.cases.sparse import SparseCase, full, quick
 from narrowkv.testing.checking import CaseResult, run_case
 from narrowkv.testing.emulation import EmulateExecutor, emulating
 from narrowkv.testing.samples import sample

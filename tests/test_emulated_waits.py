@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from narrowkv.attn_decode.cases import DecodeCase
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.cdna_emulator import EmulatorError, HazardError, Memory, Program, load_program
 from narrowkv.cdna_emulator import run as run_program
 from narrowkv.cdna_emulator.hazards import HazardModel
 from narrowkv.cdna_emulator.launch import record
-from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
-from narrowkv.sage.cases import SageCase
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing.cases import parse_case
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sage import SageCase
+from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.emulation import EmulateExecutor
 from narrowkv.testing.samples import Workgroup
 

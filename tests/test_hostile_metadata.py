@@ -23,18 +23,18 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_prefill import plan_append, plan_prefill
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.attn_prefill.planning import can_pipeline
 from narrowkv.cdna_emulator import EmulatorError
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.runtime.launch import Executor, executing
 from narrowkv.runtime.targets import device_target
 from narrowkv.sage import sage_attention
-from narrowkv.sage.cases import SageCase
 from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill, sparse_prefill_fp8
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sage import SageCase
+from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.emulation import EmulateExecutor
 from narrowkv.testing.memory_guards import CheckedInterpreter, GuardZones
 

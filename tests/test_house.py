@@ -32,7 +32,7 @@ PROJECTS = {
 
 # Packages with kernels, and the files that each of them has.
 OPERATIONS = {"attn_decode", "attn_prefill", "sage", "sparse_fp8"}
-OPERATION_FILES = ("api", "plan", "config", "launch", "kernels", "reference", "cases")
+OPERATION_FILES = ("api", "plan", "config", "launch", "kernels", "reference")
 # What each package may import of its siblings. cli, on top, may import all of them.
 PAGED = {"runtime", "quant", "paged_cache"}
 ARROWS = {
@@ -48,7 +48,8 @@ ARROWS = {
     "context_parallel": PAGED | OPERATIONS,
     "engines": PAGED | (OPERATIONS - {"sage"}) | {"context_parallel"},
 }
-ARROWS["testing"] = set(ARROWS) - {"engines"}
+# Of engines only narrowkv.testing.accuracy, whose extra requires it.
+ARROWS["testing"] = set(ARROWS)
 ARROWS["cli"] = set(ARROWS)
 MAX_ARGUMENTS = 14
 # Functions with more arguments, which only their own package calls.
@@ -361,7 +362,9 @@ def project_table(name: str) -> dict:
 
 
 def siblings_declared(name: str) -> list[Requirement]:
-    declared = map(Requirement, project_table(name).get("dependencies", []))
+    table = project_table(name)
+    extras = table.get("optional-dependencies", {}).values()
+    declared = map(Requirement, [*table.get("dependencies", []), *(r for extra in extras for r in extra)])
     return [requirement for requirement in declared if requirement.name.startswith("narrowkv-")]
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_prefill import batch_prefill, prefill_append
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PageTable, append
 from narrowkv.sage import sage_attention
-from narrowkv.sage.cases import SageCase
 from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sage import SageCase
+from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.codegen import compile_call
 
 Change = Callable[[torch.Tensor], torch.Tensor]

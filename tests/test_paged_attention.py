@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowkv.attn_decode.cases import DecodeCase
-from narrowkv.attn_prefill.cases import PrefillCase, poison_plan
 from narrowkv.paged_cache import PageTable
 from narrowkv.testing.agreement import assert_right
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase, poison_plan
 
 
 @dataclass(frozen=True)

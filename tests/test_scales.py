@@ -13,9 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowkv.attn_decode import paged_decode
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_prefill import batch_prefill, prefill_append
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.context_parallel import ShardLayout, cp_paged_decode, plan_cp_decode
 from narrowkv.paged_cache import PagedKVCache, append
 from narrowkv.quant import KeyTransform
@@ -25,6 +23,8 @@ from narrowkv.runtime.launch import executing
 from narrowkv.runtime.scales import check_scales
 from narrowkv.sage.prequantized import SageOperands, sage_attention_quantized
 from narrowkv.testing.calls import LaunchRecorder
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
 
 BAD = (0.0, -1.0, math.inf, math.nan)
 HEADS, DIM = 2, 64

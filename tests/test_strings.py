@@ -18,8 +18,8 @@ from test_docs import PAGES, commands, name_of
 from narrowkv.cli import names
 from narrowkv.cli.app import app
 from narrowkv.cli.modelled import parse_call
-from narrowkv.runtime.cases import CaseError, parse_case
-from narrowkv.sage.cases import one_shape
+from narrowkv.testing.cases import CaseError, parse_case
+from narrowkv.testing.cases.sage import one_shape
 from narrowkv.testing.kinds import KINDS
 from narrowkv.testing.machine_report import commands as report_commands
 

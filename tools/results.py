@@ -718,8 +718,8 @@ def machines_table() -> str:
 
 def cp_model_table() -> str:
     """Modelled decode steps over many GPUs: `narrowkv bench cp --model`."""
-    from narrowkv.context_parallel.bench import Setting
-    from narrowkv.context_parallel.model import LINK_OF_TARGET, predict
+    from narrowkv.testing.bench.context_parallel import Setting
+    from narrowkv.testing.bench.context_parallel_model import LINK_OF_TARGET, predict
 
     body = []
     for context in (2**20, 10 * 2**20):

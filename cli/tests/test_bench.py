@@ -13,11 +13,11 @@ from cli_support import SMALL_BENCH, document, narrowkv
 
 from narrowkv.attn_prefill.warmup import model_cache
 from narrowkv.cli import bench
-from narrowkv.context_parallel.cases import CASES, Checked, check_cases
 from narrowkv.testing import traffic
 from narrowkv.testing.bench import decode
 from narrowkv.testing.bench import traffic as benches
 from narrowkv.testing.bench.measure import Row
+from narrowkv.testing.cases.context_parallel import CASES, Checked, check_cases
 from narrowkv.testing.machine import gpus
 
 SIZES = decode.DecodeSizes(2, 32, 16, 1, 3, 64, "bf16", "fp8_e4m3fn")

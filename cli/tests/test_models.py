@@ -14,10 +14,10 @@ from cli_support import document, narrowkv
 
 from narrowkv.cli import machine_report
 from narrowkv.cli.modelled import parse_call
-from narrowkv.engines.accuracy import Score
-from narrowkv.engines.accuracy.evaluate import frontier
-from narrowkv.engines.accuracy.tiny_lm import TinySizes
 from narrowkv.quant import Calibration
+from narrowkv.testing.accuracy import Score
+from narrowkv.testing.accuracy.evaluate import frontier
+from narrowkv.testing.accuracy.tiny_lm import TinySizes
 from narrowkv.testing.bench import comparison
 from narrowkv.testing.codegen import compile_call
 from narrowkv.testing.machine_report import CASES

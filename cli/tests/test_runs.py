@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from cli_support import FP8, SHAPE, SMALL_BENCH, document, narrowkv
 
-from narrowkv.sage import cases as sage
-from narrowkv.sage.cases import SageCase
 from narrowkv.testing import contracts
+from narrowkv.testing.cases import sage
+from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.contracts import CONTRACT_SETS, ContractSet, Shape
 from narrowkv.testing.format_errors import GOALS, RECIPES
 from narrowkv.testing.plot import style_of

@@ -22,12 +22,12 @@ from narrowkv.cli import names, report
 from narrowkv.cli.app import app
 from narrowkv.context_parallel import exchange
 from narrowkv.engines import tiny, trial
-from narrowkv.engines.accuracy import RECIPES
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.paged_cache.descales import SCALE_GROUPS
 from narrowkv.quant.formats import FORMATS
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.testing import places
+from narrowkv.testing.accuracy import RECIPES
 from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.traffic import MODELS, TRAFFIC
 

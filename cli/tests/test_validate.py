@@ -9,14 +9,12 @@ import pytest
 import torch
 from cli_support import document, narrowkv
 
-from narrowkv.attn_decode.cases import DecodeInputs
-from narrowkv.attn_prefill import cases as prefill
-from narrowkv.attn_prefill.cases import PrefillCase, PrefillInputs
-from narrowkv.runtime.cases import parse_case
-from narrowkv.sage import cases as sage
-from narrowkv.sage.cases import SageCase
-from narrowkv.sparse_fp8.cases import SparseCall
 from narrowkv.testing import emulation, format_errors
+from narrowkv.testing.cases import parse_case, prefill, sage
+from narrowkv.testing.cases.decode import DecodeInputs
+from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
+from narrowkv.testing.cases.sage import SageCase
+from narrowkv.testing.cases.sparse import SparseCall
 from narrowkv.testing.format_errors import Sizes
 from narrowkv.testing.kinds import DECODE, PREFILL
 

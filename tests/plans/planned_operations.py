@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 
 from narrowkv.attn_decode import DecodeShape, paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_prefill import (
     PrefillShape,
     batch_prefill,
@@ -21,12 +20,13 @@ from narrowkv.attn_prefill import (
     prefill_append,
     prefill_append_reference,
 )
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PageTable
 from narrowkv.sage import SageShape, plan_sage, sage_attention
-from narrowkv.sage.cases import SageCase
 from narrowkv.sparse_fp8 import plan_sparse, sparse_decode, sparse_prefill, sparse_prefill_fp8
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sage import SageCase
+from narrowkv.testing.cases.sparse import SparseCase
 
 I32 = torch.int32
 Arguments = dict[str, Any]

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.cases import QUICK_RANDOM_CASES, DecodeCase, at_random, one_at_a_time
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.agreement import assert_agrees, assert_right
+from narrowkv.testing.cases.decode import QUICK_RANDOM_CASES, DecodeCase, at_random, one_at_a_time
 
 pytestmark = pytest.mark.sampled
 

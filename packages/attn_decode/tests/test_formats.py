@@ -12,7 +12,6 @@ import triton
 from triton.runtime.interpreter import InterpreterBuilder
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.cases import BOUND, DecodeCase
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.quant.accuracy import relative_l1
@@ -20,6 +19,7 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.agreement import assert_agrees, assert_right
+from narrowkv.testing.cases.decode import BOUND, DecodeCase
 
 pytestmark = pytest.mark.sampled
 

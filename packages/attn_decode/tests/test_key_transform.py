@@ -11,12 +11,12 @@ import torch
 from narrowkv.attn_decode import merge_states, paged_decode, paged_decode_reference, plan_decode
 from narrowkv.attn_decode.torch_ops import traced_decode
 from narrowkv.paged_cache import PagedKVCache, PagePool, append, append_reference
-from narrowkv.paged_cache.cases import differing_bytes
 from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.torch_ops import traced_append
 from narrowkv.quant import KeyTransform, hadamard, lse_correction
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.testing.agreement import assert_agrees
+from narrowkv.testing.cases.cache import differing_bytes
 
 pytestmark = pytest.mark.sampled
 

@@ -14,9 +14,9 @@ from narrowkv.attn_decode import (
     paged_decode_reference,
     plan_decode,
 )
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.testing.agreement import assert_agrees
+from narrowkv.testing.cases.decode import DecodeCase
 
 pytestmark = pytest.mark.sampled
 

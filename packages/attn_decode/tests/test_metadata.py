@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.launch import executing
+from narrowkv.testing.cases.decode import DecodeCase
 from narrowkv.testing.memory_guards import CheckedInterpreter
 
 SMALL = DecodeCase.small(lens=(70, 5, 33), num_kv_heads=1, gqa_ratio=2)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import DecodeShape, paged_decode, paged_decode_reference, plan_decode, planning
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_decode.kernels import _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.launch import executing, run_as
 from narrowkv.testing.calls import LaunchRecorder
+from narrowkv.testing.cases.decode import DecodeCase
 
 I32 = torch.int32
 SMALL = DecodeCase.small(lens=(70, 5, 33), num_kv_heads=1, gqa_ratio=2, clean=True)

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.cases import DecodeCase, DecodeInputs
 from narrowkv.attn_decode.kernels import registers
 from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import PagedKVCache, PageTable
@@ -21,6 +20,7 @@ from narrowkv.quant.accuracy import relative_l1
 from narrowkv.quant.device_e4m3 import e4m3_to_fp16
 from narrowkv.runtime.launch import interpreter, run_as
 from narrowkv.testing.agreement import assert_right
+from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
 
 pytestmark = pytest.mark.sampled
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.cases import TREES, DecodeCase, draw_tree
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.paged_cache import pack_tree_mask, tree_mask_from_custom_mask
 from narrowkv.runtime.launch import run_as
 from narrowkv.testing.agreement import assert_agrees, assert_right
+from narrowkv.testing.cases.decode import TREES, DecodeCase, draw_tree
 
 pytestmark = pytest.mark.sampled
 

@@ -10,9 +10,9 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from narrowkv.attn_decode import paged_decode
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.paged_cache import PagedKVCache, Rope, append
-from narrowkv.paged_cache.cases import copy_cache, differing_bytes
+from narrowkv.testing.cases.cache import copy_cache, differing_bytes
+from narrowkv.testing.cases.decode import DecodeCase
 
 SMALL: dict[str, Any] = {"lens": (20, 5), "num_kv_heads": 1, "gqa_ratio": 2}
 BF16 = DecodeCase.small(format="bf16", **SMALL)

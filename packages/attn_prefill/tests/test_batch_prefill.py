@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode
-from narrowkv.attn_decode.cases import K8V4
 from narrowkv.attn_prefill import batch_prefill, plan_prefill
-from narrowkv.attn_prefill.cases import AXES, QUERIES, PrefillCase, poison_plan, serves, sweep
 from narrowkv.paged_cache import CacheFormat, PageTable
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import device_target, get_target
 from narrowkv.testing.agreement import assert_agrees, assert_right
+from narrowkv.testing.cases.decode import K8V4
+from narrowkv.testing.cases.prefill import AXES, QUERIES, PrefillCase, poison_plan, serves, sweep
 
 pytestmark = pytest.mark.sampled
 

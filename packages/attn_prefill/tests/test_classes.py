@@ -16,7 +16,6 @@ from narrowkv.attn_prefill import (
     plan_prefill,
     prefill_append,
 )
-from narrowkv.attn_prefill.cases import PrefillCase, PrefillInputs, poison_plan
 from narrowkv.attn_prefill.cost import RATES, few_bounds
 from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillConfig
 from narrowkv.paged_cache import PagedKVCache
@@ -25,6 +24,7 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.calls import LaunchRecorder, TorchOperations
+from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs, poison_plan
 
 pytestmark = pytest.mark.sampled
 

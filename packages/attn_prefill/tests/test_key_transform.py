@@ -15,7 +15,6 @@ from narrowkv.attn_prefill import (
     prefill_append,
     prefill_append_reference,
 )
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import (
     CacheFormat,
     PagedKVCache,
@@ -24,10 +23,11 @@ from narrowkv.paged_cache import (
     append,
     apply_rope_reference,
 )
-from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.quant import KeyTransform, lse_correction
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.testing.agreement import assert_agrees
+from narrowkv.testing.cases.cache import copy_cache, differing_bytes
+from narrowkv.testing.cases.prefill import PrefillCase
 
 pytestmark = pytest.mark.sampled
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.runtime.targets import device_target
 from narrowkv.testing.agreement import assert_agrees, assert_right
+from narrowkv.testing.cases.prefill import PrefillCase
 
 pytestmark = pytest.mark.gpu
 

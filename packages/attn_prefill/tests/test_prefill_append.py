@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode
-from narrowkv.attn_decode.cases import K8V4
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.cases import AXES, PrefillCase, sweep
 from narrowkv.attn_prefill.planning import can_pipeline
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
-from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import device_target, get_target
 from narrowkv.testing.agreement import assert_agrees, assert_right
+from narrowkv.testing.cases.cache import copy_cache, differing_bytes
+from narrowkv.testing.cases.decode import K8V4
+from narrowkv.testing.cases.prefill import AXES, PrefillCase, sweep
 
 pytestmark = pytest.mark.sampled
 

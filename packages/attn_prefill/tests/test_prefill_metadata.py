@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.attn_prefill.planning import can_pipeline
 from narrowkv.runtime.targets import device_target
+from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.memory_guards import GuardZones
 
 pytestmark = pytest.mark.sampled

@@ -17,12 +17,12 @@ from narrowkv.attn_prefill import (
     plan_prefill,
     planning,
 )
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.launch import executing, run_as
 from narrowkv.testing.calls import LaunchRecorder
+from narrowkv.testing.cases.cache import copy_cache, differing_bytes
+from narrowkv.testing.cases.prefill import PrefillCase
 
 pytestmark = pytest.mark.sampled
 

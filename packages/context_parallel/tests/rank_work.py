@@ -19,13 +19,13 @@ from narrowkv.context_parallel import (
     cp_sparse_attention,
     ring_sage_attention,
 )
-from narrowkv.context_parallel.cases import CASES, check_cases, plan_case
 from narrowkv.context_parallel.groups import agreement, group_of
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant import relative_l1
 from narrowkv.runtime.attention.reference import attention_reference
 from narrowkv.sage import sage_attention
 from narrowkv.sparse_fp8 import DSV4Rows, KVSource, sparse_decode, sparse_prefill_fp8
+from narrowkv.testing.cases.context_parallel import CASES, check_cases, plan_case
 
 PAGE = 4
 

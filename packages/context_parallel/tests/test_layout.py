@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference
-from narrowkv.attn_decode.cases import K8V4, DecodeCase
 from narrowkv.context_parallel import PrefillShares, ShardLayout, cp_paged_decode_reference
-from narrowkv.context_parallel.cases import spread
 from narrowkv.context_parallel.heads import every_nth_head
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.testing.cases.context_parallel import spread
+from narrowkv.testing.cases.decode import K8V4, DecodeCase
 
 LAYOUTS = [(1, 1), (2, 1), (3, 4), (4, 16), (5, 3)]
 

@@ -7,8 +7,8 @@ import rank_work
 from rank_work import PREFILLS
 from torch.multiprocessing import ProcessExitedException
 
-from narrowkv.context_parallel.cases import CASES, check_cases
 from narrowkv.context_parallel.ranks import run_ranks
+from narrowkv.testing.cases.context_parallel import CASES, check_cases
 from narrowkv.testing.covering import covering, values_of
 
 AXES = ("interleave", "own_pages", "window", "comm", "partial_dtype", "heads", "head_groups")

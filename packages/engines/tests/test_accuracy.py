@@ -9,7 +9,11 @@ import torch
 from engine_checks import attention
 from transformers import AutoModelForCausalLM
 
-from narrowkv.engines.accuracy import (
+from narrowkv.engines.tiny import tiny_model
+from narrowkv.engines.transformers import NarrowCache
+from narrowkv.paged_cache import PagedKVCache, append
+from narrowkv.quant import Calibration, LayerCalibration
+from narrowkv.testing.accuracy import (
     RECIPES,
     LanguageModel,
     Recipe,
@@ -19,15 +23,11 @@ from narrowkv.engines.accuracy import (
     measure,
     train_tiny,
 )
-from narrowkv.engines.accuracy.attention import StoredAttention, stored_attention
-from narrowkv.engines.accuracy.evaluate import _Runner, collect, statistics_of
-from narrowkv.engines.accuracy.models import encode_bytes
-from narrowkv.engines.accuracy.texts import calibration_text, evaluation_text, needle_text, training_text
-from narrowkv.engines.accuracy.tiny_lm import tiny_lm_config
-from narrowkv.engines.tiny import tiny_model
-from narrowkv.engines.transformers import NarrowCache
-from narrowkv.paged_cache import PagedKVCache, append
-from narrowkv.quant import Calibration, LayerCalibration
+from narrowkv.testing.accuracy.attention import StoredAttention, stored_attention
+from narrowkv.testing.accuracy.evaluate import Runner, collect, statistics_of
+from narrowkv.testing.accuracy.models import encode_bytes
+from narrowkv.testing.accuracy.texts import calibration_text, evaluation_text, needle_text, training_text
+from narrowkv.testing.accuracy.tiny_lm import tiny_lm_config
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.in_cache], ids=lambda r: r.name)
@@ -109,7 +109,7 @@ def test_the_kernels_give_the_predictions_that_are_simulated(sharp, names: list[
     recipes = [replace(r, first=1, recent=2) if r.keeps_some else r for r in recipes]
 
     def chances(recipe: Recipe, kernels: bool) -> torch.Tensor:
-        return _Runner(model, recipe, samples, kernels).logits(ids).float().log_softmax(-1)
+        return Runner(model, recipe, samples, kernels).logits(ids).float().log_softmax(-1)
 
     wide = chances(exact, False)
     assert float((chances(exact, True) - wide).abs().mean()) < 0.1
@@ -217,7 +217,7 @@ def test_a_soft_cap_sees_logits_with_the_offset_of_a_calibration(monkeypatch: py
         plain = model(tokens).logits
     with stored_attention(model, StoredAttention(calibration=shifted, layers=[0, 1])):
         torch.testing.assert_close(model(tokens).logits, plain, rtol=0, atol=rounding)
-        monkeypatch.setattr("narrowkv.engines.accuracy.attention.lse_correction", lambda q, *_: q[..., 0] * 0)
+        monkeypatch.setattr("narrowkv.testing.accuracy.attention.lse_correction", lambda q, *_: q[..., 0] * 0)
         assert float((model(tokens).logits - plain).abs().max()) > 10 * rounding
 
 

@@ -15,11 +15,11 @@ import torch
 from interpreted import Interpreted, vllm_module_with_triton
 
 from narrowkv.attn_decode import paged_decode_reference
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.engines.deepseek import LAYOUTS, RECORDS
 from narrowkv.quant import relative_l1
 from narrowkv.sparse_fp8 import DSV4Rows
 from narrowkv.testing.backends import sglang_call, vllm_call
+from narrowkv.testing.cases.decode import DecodeCase
 
 PAGE, TOKENS = 16, 32
 if find_spec("sglang"):

@@ -8,13 +8,13 @@ from engine_checks import attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import narrowkv.engines.transformers as engine
-from narrowkv.engines.accuracy.recipes import Side
 from narrowkv.engines.tiny import tiny_model
 from narrowkv.engines.transformers import NarrowCache
 from narrowkv.engines.transformers.cache import LAYER_TAG
 from narrowkv.engines.transformers.window import Window
 from narrowkv.paged_cache import PageTable
 from narrowkv.quant import Calibration, LayerCalibration, hadamard, relative_l1
+from narrowkv.testing.accuracy.recipes import Side
 
 FIRST, RECENT, PAD = 2, 3, 2
 CHUNKS = (6, 1, 1, 2)

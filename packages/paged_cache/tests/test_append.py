@@ -20,12 +20,12 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
-from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.paged_cache.kernels.append import store_offsets
 from narrowkv.paged_cache.kernels.pages import KVPointers
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
 from narrowkv.testing.calls import LaunchRecorder, functions_entered
+from narrowkv.testing.cases.cache import copy_cache, differing_bytes
 
 pytestmark = pytest.mark.sampled
 

@@ -9,9 +9,9 @@ import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, append, append_reference
 from narrowkv.paged_cache import convert as module
-from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.testing.cases.cache import copy_cache, differing_bytes
 
 PAGES, HEADS, DIM = 2, 2, 64
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PagePool, append
-from narrowkv.paged_cache.cases import copy_cache, differing_bytes
+from narrowkv.testing.cases.cache import copy_cache, differing_bytes
 
 F4 = "fp4_e2m1"
 K8V4 = CacheFormat(k="fp8_e4m3fn", v=F4)

@@ -14,10 +14,10 @@ from narrowkv.quant import compare, max_abs, relative_l1
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.runtime.launch import run_as
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
-from narrowkv.sage.cases import LSE_BOUND, PRECISIONS, PUBLISHED, SageCase
 from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.reference import narrow_p_reference, short_sum_error
 from narrowkv.testing.agreement import assert_agrees
+from narrowkv.testing.cases.sage import LSE_BOUND, PRECISIONS, PUBLISHED, SageCase
 
 pytestmark = pytest.mark.sampled
 

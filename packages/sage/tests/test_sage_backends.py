@@ -9,8 +9,8 @@ import torch
 
 from narrowkv.runtime.targets import TARGETS
 from narrowkv.sage import SageShape, plan_sage, sage_attention, sage_attention_reference
-from narrowkv.sage.cases import SageCase
 from narrowkv.testing.agreement import assert_agrees
+from narrowkv.testing.cases.sage import SageCase
 
 # Of rounding P, V and the output to bf16; int8 scores and FP8 values are four times as far off.
 BOUND_16_BITS = 0.004

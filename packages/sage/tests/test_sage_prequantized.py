@@ -11,7 +11,7 @@ from narrowkv.quant.quantize import quantize_per_channel
 from narrowkv.quant.sage import SAGE_GRANULARITIES, quantize_per_token_group, token_groups
 from narrowkv.runtime.launch import active_target
 from narrowkv.sage import SageOperands, plan_sage, sage_attention, sage_attention_quantized
-from narrowkv.sage.cases import PRECISIONS
+from narrowkv.testing.cases.sage import PRECISIONS
 
 pytestmark = pytest.mark.sampled
 

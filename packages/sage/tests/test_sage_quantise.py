@@ -11,9 +11,9 @@ from narrowkv.quant.quantize import quantize_per_channel
 from narrowkv.quant.sage import SAGE_GRANULARITIES, block_mean, quantize_per_token_group, token_mean
 from narrowkv.runtime.launch import run_as
 from narrowkv.sage import plan_sage
-from narrowkv.sage.cases import PRECISIONS, SageCase
 from narrowkv.sage.prequantized import key_positions
 from narrowkv.sage.reference import ranges_of, scratch_rows
+from narrowkv.testing.cases.sage import PRECISIONS, SageCase
 
 pytestmark = pytest.mark.sampled
 

@@ -12,8 +12,8 @@ import torch
 
 from narrowkv.runtime.launch import executing
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
-from narrowkv.sage.cases import SageCase
 from narrowkv.testing.calls import LaunchRecorder
+from narrowkv.testing.cases.sage import SageCase
 
 pytestmark = pytest.mark.sampled
 W = SageCase.small

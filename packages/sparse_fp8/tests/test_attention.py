@@ -19,11 +19,11 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.cases import BOUND_16_BIT_QUERY, SparseCall, SparseCase
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.launch import SparseLaunches
 from narrowkv.sparse_fp8.layouts import LAYOUTS
 from narrowkv.testing.agreement import assert_agrees
+from narrowkv.testing.cases.sparse import BOUND_16_BIT_QUERY, SparseCall, SparseCase
 
 pytestmark = pytest.mark.sampled
 

@@ -11,12 +11,12 @@ import torch
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import device_target, get_target
 from narrowkv.sparse_fp8 import DSV4Rows, KVSource, config, plan_sparse, sparse_prefill_reference
-from narrowkv.sparse_fp8.cases import WAYS_OF_SPECIALISED, SparseCall, SparseCase
 from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
 from narrowkv.sparse_fp8.formats import query_format
 from narrowkv.sparse_fp8.launch import SparseLaunches
 from narrowkv.sparse_fp8.planner import suits_specialised
 from narrowkv.testing.agreement import assert_agrees
+from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCall, SparseCase
 
 W = SparseCase.small
 SM90 = get_target("sm90")

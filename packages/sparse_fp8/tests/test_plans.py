@@ -19,8 +19,8 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill,
     sparse_prefill_fp8,
 )
-from narrowkv.sparse_fp8.cases import SparseCase, SparseInputs
 from narrowkv.testing.calls import LaunchRecorder, functions_entered
+from narrowkv.testing.cases.sparse import SparseCase, SparseInputs
 
 W = SparseCase.small
 

@@ -11,8 +11,8 @@ import torch
 
 from narrowkv.runtime.launch import executing
 from narrowkv.sparse_fp8 import DSV4Rows, KVSource, plan_sparse, sparse_decode, sparse_prefill_fp8
-from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.calls import LaunchRecorder
+from narrowkv.testing.cases.sparse import SparseCase
 
 pytestmark = pytest.mark.sampled
 W = SparseCase.small

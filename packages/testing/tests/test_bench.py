@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference
-from narrowkv.attn_decode.cases import BOUND
 from narrowkv.cdna_emulator.timing import MACHINES
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
@@ -29,6 +28,7 @@ from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes, prefill_s
 from narrowkv.testing.bench.sage import SageBench, SageSizes
 from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
 from narrowkv.testing.bench.timing import GraphTimer, Timing
+from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.model import ModelExecutor
 from narrowkv.testing.plot import plot_roofline
 

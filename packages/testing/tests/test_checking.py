@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowkv.attn_decode.cases import BOUND, DecodeCase
+from narrowkv.testing.cases.decode import BOUND, DecodeCase
 from narrowkv.testing.checking import check, run_case
 
 SMALL = DecodeCase(lens=(20, 3), gqa_ratio=3, head_dim=64)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.runtime.launch import RecordExecutor, executing
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.bench.host import NullExecutor, kernels_of_random_calls, measure_calls
+from narrowkv.testing.cases.decode import DecodeCase
 
 # Coarse: about three times what was measured, so that only a call that became much slower fails.
 MOST_TIMES_ADD = {

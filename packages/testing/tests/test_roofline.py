@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from narrowkv.attn_decode.cases import GLM_GQA12, DecodeCase
 from narrowkv.cdna_emulator import UnknownInstructionError
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch.artifact import InstructionMix
 from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing import emulation
+from narrowkv.testing.cases.decode import GLM_GQA12, DecodeCase
 from narrowkv.testing.inspection import inspect_case
 from narrowkv.testing.roofline import lds_bytes, mfma_clocks, mfma_flops, roofline, valu_clocks
 

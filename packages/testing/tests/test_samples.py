@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import merge_states
-from narrowkv.attn_decode.cases import DecodeCase
-from narrowkv.attn_prefill import cases as prefill
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PagedKVCache, append, append_reference
-from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.targets import get_target
-from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing import model, samples
+from narrowkv.testing.cases import parse_case, prefill
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.checking import check_sample
 from narrowkv.testing.emulation import EmulateExecutor
 from narrowkv.testing.families import families

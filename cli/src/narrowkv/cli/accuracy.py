@@ -10,11 +10,11 @@ from typing import Any
 
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Sheet, keys, numbers
-from narrowkv.engines.accuracy.evaluate import Score, Statistics, collect, frontier, measure, statistics_of
-from narrowkv.engines.accuracy.models import LanguageModel, load_model
-from narrowkv.engines.accuracy.recipes import REFERENCE, find_recipes
-from narrowkv.engines.accuracy.texts import calibration_text, evaluation_text
-from narrowkv.engines.accuracy.tiny_lm import TinySizes, train_tiny
+from narrowkv.testing.accuracy.evaluate import Score, Statistics, collect, frontier, measure, statistics_of
+from narrowkv.testing.accuracy.models import LanguageModel, load_model
+from narrowkv.testing.accuracy.recipes import REFERENCE, find_recipes
+from narrowkv.testing.accuracy.texts import calibration_text, evaluation_text
+from narrowkv.testing.accuracy.tiny_lm import TinySizes, train_tiny
 from narrowkv.testing.machine import versions
 
 # Bound on KL between 16-bit kernels and the same attention in float32, in a model that computes in bf16.

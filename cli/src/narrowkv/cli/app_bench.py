@@ -254,8 +254,8 @@ def bench_cp(
     (pair,) = heads_of(heads, most=1)
     one_of("--format", cache_format, CACHE_FORMATS)
     from narrowkv.cli import cp as work
-    from narrowkv.context_parallel.bench import Setting
-    from narrowkv.context_parallel.model import LINK_OF_TARGET, LINKS
+    from narrowkv.testing.bench.context_parallel import Setting
+    from narrowkv.testing.bench.context_parallel_model import LINK_OF_TARGET, LINKS
 
     setting = Setting(
         tuple(numbers("--context", context)), tuple(numbers("--batch", batch)), *pair,

@@ -93,7 +93,7 @@ def validate_sage(
     else:
         report.refuse("with --shape", "full")
     from narrowkv.cli.validate_sage import validate_sage as run
-    from narrowkv.sage import cases
+    from narrowkv.testing.cases import sage as cases
 
     if shape is None:
         return run(cases.sweep(full=full, seed=seed), report, where, seed=seed)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from narrowkv.cli.report import UsageError
-from narrowkv.runtime.cases import CaseError
-from narrowkv.runtime.cases import parse_case as parse
+from narrowkv.testing.cases import CaseError
+from narrowkv.testing.cases import parse_case as parse
 from narrowkv.testing.kinds import Kind
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.cli.modelled import model_families, show_model
 from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Sheet, filled, keys, numbers
 from narrowkv.cli.shipped_code import finish_with_kernels
 from narrowkv.cli.workers import run_all
+from narrowkv.testing.cases.decode import DecodeCase
 from narrowkv.testing.codegen import CodeTask, main_kernel
 from narrowkv.testing.families import HBM_SHARES, Family, call_of
 from narrowkv.testing.inspection import Inspection, inspect_case

@@ -12,7 +12,7 @@ from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
-from narrowkv.runtime.cases import Case
+from narrowkv.testing.cases import Case
 from narrowkv.testing.codegen import (
     CallCode,
     CodeTask,

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from narrowkv.attn_decode.cases import LSE_BOUND
 from narrowkv.cli.options import Where, jobs
 from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
-from narrowkv.runtime.cases import Case
+from narrowkv.testing.cases import Case
+from narrowkv.testing.cases.decode import LSE_BOUND
 from narrowkv.testing.checking import CaseResult, CaseTask, SageResult, run_task
 from narrowkv.testing.kinds import Kind
 from narrowkv.testing.machine import versions

@@ -10,7 +10,7 @@ from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.validate import run_cases
 from narrowkv.quant.accuracy import ErrorReport
-from narrowkv.sage.cases import BOUND, LSE_BOUND, PUBLISHED, SageCase
+from narrowkv.testing.cases.sage import BOUND, LSE_BOUND, PUBLISHED, SageCase
 from narrowkv.testing.checking import SageResult
 from narrowkv.testing.records import jsonable
 from narrowkv.testing.result_plots import plot_sage

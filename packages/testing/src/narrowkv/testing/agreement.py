@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from narrowkv.quant.accuracy import compare, max_abs
-from narrowkv.runtime.cases import Case
+from narrowkv.testing.cases import Case
 
 __all__ = ["assert_agrees", "assert_right"]
 

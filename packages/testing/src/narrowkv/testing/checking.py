@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs, relative_l1
-from narrowkv.runtime.cases import Case, Inputs, Results
 from narrowkv.runtime.launch import executing
-from narrowkv.sage.cases import SageCase
+from narrowkv.testing.cases import Case, Inputs, Results
+from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.emulation import EmulateExecutor, Run
 from narrowkv.testing.places import find_place
 from narrowkv.testing.samples import sample

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from narrowkv.runtime.cases import Case
 from narrowkv.runtime.launch import compile_for
-from narrowkv.sage.cases import SageCall
+from narrowkv.testing.cases import Case
+from narrowkv.testing.cases.sage import SageCall
 from narrowkv.testing.roofline import matrix_share
 
 if TYPE_CHECKING:

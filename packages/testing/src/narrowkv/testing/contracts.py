@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from narrowkv.attn_decode.cases import DecodeCase
-from narrowkv.attn_prefill.cases import QUERIES, PrefillCase
 from narrowkv.paged_cache import CacheFormat
-from narrowkv.runtime.cases import Case
-from narrowkv.sage.cases import SageCase
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing.cases import Case
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import QUERIES, PrefillCase
+from narrowkv.testing.cases.sage import SageCase
+from narrowkv.testing.cases.sparse import SparseCase
 
 __all__ = ["CONTRACT_SETS", "OPERATIONS", "Contract", "ContractSet", "Shape", "contract_case"]
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowkv.attn_decode.cases import DecodeCase, DecodeInputs
 from narrowkv.cdna_emulator import EmulatorError, Loop
 from narrowkv.runtime.launch import compile_for, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
 from narrowkv.runtime.targets import Target, get_target
+from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
 from narrowkv.testing.codegen import KernelCode, compile_call
 from narrowkv.testing.emulation import EmulateExecutor, Run
 from narrowkv.testing.records import number

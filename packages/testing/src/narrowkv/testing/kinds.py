@@ -6,11 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowkv.attn_decode import cases as decode
-from narrowkv.attn_prefill import cases as prefill
-from narrowkv.runtime.cases import Case
 from narrowkv.runtime.targets import Target
-from narrowkv.sparse_fp8 import cases as sparse
+from narrowkv.testing.cases import Case, decode, prefill, sparse
 
 __all__ = ["DECODE", "KINDS", "PREFILL", "SPARSE", "Kind"]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from narrowkv.attn_decode.cases import DecodeCase
-from narrowkv.attn_prefill.cases import PrefillCase
-from narrowkv.runtime.cases import Case
-from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.bench.comparison import compare
+from narrowkv.testing.cases import Case
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import AMD_TARGETS

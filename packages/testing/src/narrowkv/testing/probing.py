@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_decode.cases import DecodeInputs
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import OURS, PEERS, Backend, NotAnsweringError
 from narrowkv.testing.bench.timing import GraphTimer
+from narrowkv.testing.cases.decode import DecodeInputs
 from narrowkv.testing.checking import Sample, check_sample
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call
 from narrowkv.testing.contracts import DECODE, Contract, ContractSet, Shape, contract_case

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from narrowkv.runtime.cases import Case
-from narrowkv.sage.cases import SageCase
 from narrowkv.testing.backends import OURS
+from narrowkv.testing.cases import Case
+from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.checking import CaseResult, SageResult
 from narrowkv.testing.codegen import KernelCode
 from narrowkv.testing.format_errors import SETS, FormatError

@@ -6,10 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowkv.attn_prefill import cases as prefill
-from narrowkv.runtime.cases import Case
-from narrowkv.sage import cases as sage
-from narrowkv.sparse_fp8 import cases as sparse
+from narrowkv.testing.cases import Case, prefill, sage, sparse
 
 __all__ = ["SHIPPED", "Shipped"]
 

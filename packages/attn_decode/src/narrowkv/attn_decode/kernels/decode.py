@@ -38,7 +38,7 @@ from narrowkv.runtime.attention.results import (
     store_partial_result,
     write_rows,
 )
-from narrowkv.runtime.attention.softmax import SoftCap
+from narrowkv.runtime.attention.softmax import SoftCap, multiply_values
 
 
 # Values that serving changes from step to step: the kernel is not compiled again for them.
@@ -215,7 +215,7 @@ def _paged_decode_kernel(
     acc = join_parts(acc, RULES.acc_parts, V.route == "cdna4")
     d = tl.arange(0, BLOCKS.d)
     if V.factors:
-        acc *= v_largest
+        acc, m, l = multiply_values(acc, m, l, v_largest)
 
     if RULES.partial:
         if num_splits > 1:

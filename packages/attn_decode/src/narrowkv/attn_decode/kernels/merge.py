@@ -12,6 +12,7 @@ from narrowkv.runtime.attention.results import write_rows
 from narrowkv.runtime.attention.softmax import merge_step, output_factor
 
 _BLOCK_S = tl.constexpr(16)  # partial results that are merged at once
+_WEIGHT = tl.constexpr(2.0**-16)  # the largest weight of a state in sums
 
 
 @triton.jit(
@@ -121,16 +122,17 @@ def _merge_states_kernel(
     for i in range(num_states):
         weight = tl.exp(tl.load(lse_ptr + i * lse.state) * LSE_UNIT - m_safe)
         total += weight
-        weight = tl.where((i >= begin) & (i < end), weight, 0.0)
+        # Smaller by a power of two, so that sums of finite values stay finite.
+        weight = tl.where((i >= begin) & (i < end), weight * _WEIGHT, 0.0)
         values = tl.load(o_ptr + i * o.state + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
         # A state that attended to nothing may hold anything, NaN too.
         acc += tl.where(weight > 0.0, weight * values, 0.0)
     empty = total == 0.0
     if sinks_ptr is None:
-        row = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
+        row = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total * _WEIGHT))
     else:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        row = acc * output_factor(m * 1.4426950408889634, total, sink)
+        row = acc * (output_factor(m * 1.4426950408889634, total, sink) / _WEIGHT)
     to = out.ptr + token * out.token + head * out.head + d
     tl.store(to, row.to(out.ptr.dtype.element_ty), mask=d < HEAD_DIM)
     if out_lse.ptr is not None:

@@ -38,7 +38,13 @@ from narrowkv.paged_cache.kernels.queries import (
 from narrowkv.paged_cache.kernels.tiles import accumulate, confine_nonfinite
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
-from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, softmax_step
+from narrowkv.runtime.attention.softmax import (
+    SoftCap,
+    capped_logits,
+    headroom,
+    multiply_values,
+    softmax_step,
+)
 
 
 @triton.jit
@@ -49,6 +55,8 @@ def attend_to_chunk(
     """Attends to key tiles [begin, end) of the chunk itself, unquantised."""
     d = tl.arange(0, BLOCKS.d)
     KIND: tl.constexpr = chunk.k.dtype.element_ty
+    # That of the old keys, whose sums these are added to, where it is larger.
+    HEADROOM: tl.constexpr = headroom(tl.bfloat16 if tl.bfloat16 == RULES.compute else KIND)
     for tile in range(begin, end):
         n = tile * BLOCKS.t + tl.arange(0, BLOCKS.t)
         inside = n < q_len
@@ -68,9 +76,14 @@ def attend_to_chunk(
             s = capped_logits(s, SoftCap(soft_cap, None))
         keep = visible_keys(n, within, 0, q_len, False, RULES.window_left, 0)
         s = tl.where(keep, s, float("-inf"))
-        p, m, l, correction = softmax_step(s, m, l)
+        p, m, l, correction = softmax_step(s, m, l, None, HEADROOM)
         p, clean = confine_nonfinite(p, (v,), keep, 1)
-        acc = accumulate((acc,), correction, p, clean, KIND, 1)[0]
+        if HEADROOM > headroom(KIND):
+            # Of such numerators float16 holds nothing: they are multiplied at 2**HEADROOM times their size.
+            values = tl.dot((p * 2.0**HEADROOM).to(KIND), clean[0])
+            acc = acc * correction[:, None] + values * 2.0**-HEADROOM
+        else:
+            acc = accumulate((acc,), correction, p, clean, KIND, 1)[0]
     return acc, m, l
 
 
@@ -210,8 +223,9 @@ def _prefill_append_kernel(
             v_descale, table, read, old_len + within, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
+    acc, m, l = multiply_values(acc, m, l, o_scale)
     acc, m, l = attend_to_chunk(
-        own_q, acc * o_scale[:, None], m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head,
+        own_q, acc, m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head,
         q_start, q_len, within, own_begin, own_end, SIZES, STORING, RULES, BLOCKS,
     )  # fmt: skip
     write = True

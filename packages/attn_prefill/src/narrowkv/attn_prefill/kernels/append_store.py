@@ -109,11 +109,13 @@ def keep_new_block(
         SIZES.head_dim, BLOCK_D, BLOCK_S,
     )  # fmt: skip
     tl.store(scratch.k_block_factor + blocks, 1.0)
-    store_value_power(scratch, power, power != 1.0, blocks)
     if K_HAS_FACTOR:
         tl.store(scratch.k_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
     if V_PER_KEY:
-        tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
+        # Beside factors of old keys: P is kept in float16 in units of the largest.
+        tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32) * power)
+        power = tl.full([], 1.0, tl.float32)
+    store_value_power(scratch, power, power != 1.0, blocks)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ times_head_descale = in_gluon(pages.times_head_descale)
 as_fp8 = in_gluon(queries.as_fp8)
 key_range = in_gluon(masks.key_range)
 masked_scores = in_gluon(dense.masked_scores)
-multiply_values = in_gluon(dense.multiply_values)
+multiply_values = in_gluon(softmax.multiply_values)
 softmax_step = in_gluon(softmax.softmax_step)
 write_rows = in_gluon(results.write_rows)
 

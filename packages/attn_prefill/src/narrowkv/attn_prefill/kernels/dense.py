@@ -21,7 +21,7 @@ from narrowkv.paged_cache.kernels.queries import as_fp8, load_query, scale_to_fp
 from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, apply_value_factors
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
-from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, softmax_step
+from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, multiply_values, softmax_step
 
 
 @triton.jit
@@ -200,19 +200,6 @@ def dense_keys(
     if WIDENED.v_per_key:
         acc, m, l = multiply_values(acc, m, l, v_largest)
     return acc, m, l
-
-
-@triton.jit
-def multiply_values(acc, m, l, factor):
-    """The state `(acc, m, l)` of rows with the sums of values multiplied by a positive number.
-
-    If a sum could leave float32's range, the running sum is divided instead: a power of two moves from
-    `acc` to `l` and `m`, which changes neither acc / l nor the log-sum-exp.
-    """
-    exponent = (factor.to(tl.int32, bitcast=True) >> 23) - 127
-    moved = tl.maximum(exponent - 64, 0)
-    down = ((127 - moved) << 23).to(tl.float32, bitcast=True)
-    return acc * (factor * down), m + moved.to(tl.float32), l * down
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)

@@ -38,7 +38,7 @@ from narrowkv.paged_cache.kernels.tiles import (
 from narrowkv.quant.device import join_parts
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
-from narrowkv.runtime.attention.softmax import SoftCap, capped_logits
+from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, multiply_values
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def attend_to_pages(
         )  # fmt: skip
     joined = join_parts(acc, RULES.acc_parts)
     if V.factors:
-        joined *= v_largest
+        joined, m, l = multiply_values(joined, m, l, v_largest)
     return joined, m, l
 
 

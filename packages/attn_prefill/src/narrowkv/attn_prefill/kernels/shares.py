@@ -23,12 +23,12 @@ from narrowkv.runtime.attention.results import (
     merge_partial_results,
     store_partial_result,
 )
+from narrowkv.runtime.attention.softmax import multiply_values
 
 # Splits of a tile at most: the last program to arrive reads the partial results of all of them.
 _MOST_SPLITS = tl.constexpr(32)
 # Key tiles of a split at least: with fewer a program spends most of its time on its start.
 _LEAST_TILES = tl.constexpr(4)
-
 
 class Share(NamedTuple):
     """What a program attends to.
@@ -170,7 +170,7 @@ def attend_to_share(
     acc, m, l, largest = state
     joined = join_parts(acc, RULES.acc_parts)
     if V.factors:
-        joined *= largest
+        joined, m, l = multiply_values(joined, m, l, largest)
     return joined, m, l
 
 

@@ -13,7 +13,7 @@ from narrowkv.quant.device_e4m3 import e4m3_to_fp16
 from narrowkv.quant.device_fp4 import exponents_to_fp16, share_exponent, tile_exponent
 from narrowkv.quant.device_fp4_cdna4 import widen_groups_cdna4
 from narrowkv.quant.device_int import widen_int4, zero_point_and_scale
-from narrowkv.runtime.attention.softmax import softmax_step
+from narrowkv.runtime.attention.softmax import headroom, softmax_step
 
 # Where the largest factor of a key begins: not zero, so that it can be divided by, and below any other.
 LEAST_FACTOR = tl.constexpr(1.2e-38)
@@ -92,7 +92,7 @@ def attend_to_tile(
     Returns:
         The new `(acc, m, l, largest)`.
     """
-    p, m, l, correction = softmax_step(s, m, l, scale)
+    p, m, l, correction = softmax_step(s, m, l, scale, headroom(RULES.compute))
     if RULES.fp8 is not None:
         values, factor = (as_fp8(words, RULES.fp8, RULES.clean),), value_scale
     else:

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3, cdna4
 
 from narrowkv.quant.device import e8m0_to_fp32, widen
-from narrowkv.runtime.attention.softmax import natural_lse, output_factor, softmax_step
+from narrowkv.runtime.attention.softmax import headroom, natural_lse, output_factor, softmax_step
 from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import TRITON
@@ -243,10 +243,10 @@ def _attend(
         live = names_a_row(own_index, rows.num_rows) & (start + own < end)
         s = gl.where(gl.expand_dims(live, 0), s * qk_scale, float("-inf"))
         if CALL.LATE_SUM:
-            p, m, _, correction = softmax_step(s, m, m)
+            p, m, _, correction = softmax_step(s, m, m, None, headroom(q.dtype))
             l = l * gl.expand_dims(correction, 1) + p
         else:
-            p, m, l, correction = softmax_step(s, m, l)
+            p, m, l, correction = softmax_step(s, m, l, None, headroom(q.dtype))
         correction = gl.convert_layout(correction, gl.SliceLayout(1, CALL.SUMS))
         p = gl.convert_layout(p.to(q.dtype), p_layout)
         if CALL.COLUMN_BITS[1]:

@@ -53,14 +53,16 @@ def _column_maxima(s, tops):
 
 
 @gluon.jit
-def _softmax_columns(s, m, parts, tops, numerators, corrections, SLACK: gl.constexpr):
+def _softmax_columns(
+    s, m, parts, tops, numerators, corrections, SLACK: gl.constexpr, HEADROOM: gl.constexpr
+):  # fmt: skip
     """Stores a tile's numerators and the correction factors of earlier sums in shared memory; the new state.
 
-    `parts` are the denominators before they are summed over the rows of a tile. The maximum of a head
-    follows only a tile that passes it by more than SLACK, in powers of two, as in the kernel for more heads.
+    `parts` are the denominators before they are summed over the rows of a tile. The reference of a
+    head follows a tile as in the kernel for more heads.
     """
     top = _column_maxima(s, tops)
-    m_new = gl.where(top > m + SLACK, top, m)
+    m_new = gl.where(top > m + SLACK, top + HEADROOM, m)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - m_safe[None, :])
     correction = gl.exp2(m - m_safe)
@@ -110,7 +112,7 @@ def _score_warps(
             s = warpgroup_mma_wait(0, deps=[s])
             m, parts = _softmax_columns(
                 s * qk_scale + masked[:, None], m, parts,
-                tops, numerators.index(stage), corrections.index(stage), CALL.SLACK,
+                tops, numerators.index(stage), corrections.index(stage), CALL.SLACK, CALL.HEADROOM,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(scored.index(stage), count=1)

@@ -9,7 +9,7 @@ own. Scales in fp32 multiply scores and numerators and not values, whose product
 import triton
 import triton.language as tl
 
-from narrowkv.runtime.attention.softmax import softmax_step
+from narrowkv.runtime.attention.softmax import headroom, softmax_step
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
     places_of_split,
@@ -133,7 +133,7 @@ def _attend_tile(
     else:
         s = _scores(q, q_scales, stored, scales, widened, WIDTH, STORED, HEAD_DIM, FP8_QK)
     s = tl.where(live[None, :], s * qk_scale, float("-inf"))
-    p, m, l, correction = softmax_step(s, m, l)
+    p, m, l, correction = softmax_step(s, m, l, None, headroom(tl.bfloat16))
     p_narrow = p.to(tl.bfloat16)
     summed = ()
     for t in tl.static_range(512 // WIDTH):

@@ -37,15 +37,17 @@ from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 
 
 @gluon.jit
-def _softmax_tile(s, masked, m, l, qk_scale, numerators, corrections, changes, SLACK: gl.constexpr):
+def _softmax_tile(
+    s, masked, m, l, qk_scale, numerators, corrections, changes, SLACK: gl.constexpr, HEADROOM: gl.constexpr
+):  # fmt: skip
     """A tile's numerators and what earlier sums shrink by, to shared memory; the new state.
 
-    The maximum of a row follows only a tile that passes it by more than SLACK, in powers of two: then sums
-    rarely have to shrink, and `changes` (one for each warp's rows) says when.
+    The reference m of a row follows only a tile that passes it by more than SLACK, in powers of two, and then
+    lies HEADROOM above it: so sums rarely have to shrink, and `changes` (one for each warp's rows) says when.
     """
     s = s * qk_scale + masked[None, :]
     top = gl.max(s, 1)
-    m_new = gl.where(top > m + SLACK, top, m)
+    m_new = gl.where(top > m + SLACK, top + HEADROOM, m)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - m_safe[:, None])
     correction = gl.exp2(m - m_safe)
@@ -167,7 +169,7 @@ def _score_warps(
             scores = warpgroup_mma_wait(0, deps=[s])
             m, l = _softmax_tile(
                 scores, masked, m, l, qk_scale,
-                numerators.index(stage), corrections.index(stage), changes.index(stage), CALL.SLACK,
+                numerators.index(stage), corrections.index(stage), changes.index(stage), CALL.SLACK, CALL.HEADROOM,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(scored.index(stage), count=1)

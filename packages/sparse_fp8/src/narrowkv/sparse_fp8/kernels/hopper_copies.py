@@ -20,7 +20,8 @@ class HopperCall(NamedTuple):
     """Constants that a kernel for Hopper is compiled with, besides `Call` and `Tiles`.
 
     PREFIX, EXTEND: how the rows of each source are stored, `Stored`; that of the other if it is absent.
-    STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two.
+    STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two. HEADROOM: how
+    far below one the largest lies when the reference of the logits is updated.
     SCORE_REGISTERS, GATHER_REGISTERS: registers of a thread, in the kernel for few heads.
     """
 
@@ -37,6 +38,7 @@ class HopperCall(NamedTuple):
     BLOCK_K: Any
     STAGES: Any
     SLACK: Any
+    HEADROOM: Any
     SCORE_REGISTERS: Any
     GATHER_REGISTERS: Any
 

@@ -249,7 +249,7 @@ def _score_fp8_warps(
                 )  # fmt: skip
             m, l = _softmax_tile(
                 scores, gl.where(named, 0.0, float("-inf")), m, l, qk_scale,
-                numerators, corrections, changes, CALL.SLACK,
+                numerators, corrections, changes, CALL.SLACK, CALL.HEADROOM,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(scored, count=1)

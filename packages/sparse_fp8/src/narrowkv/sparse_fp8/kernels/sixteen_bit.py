@@ -6,7 +6,7 @@ DeepSeek-V3.2's K has 64 more columns, a tile of their own.
 import triton
 import triton.language as tl
 
-from narrowkv.runtime.attention.softmax import softmax_step
+from narrowkv.runtime.attention.softmax import headroom, softmax_step
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
     places_of_split,
@@ -42,7 +42,7 @@ def _attend_tile(
     else:
         s = _scores(q, q_rope, kv, rope, HEAD_DIM)
     s = tl.where(live[None, :], s * qk_scale, float("-inf"))
-    p, m, l, correction = softmax_step(s, m, l)
+    p, m, l, correction = softmax_step(s, m, l, None, headroom(kv.dtype))
     return tl.dot(p.to(kv.dtype), kv, acc * correction[:, None]), m, l
 
 

@@ -10,13 +10,13 @@ from itertools import product
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.cases import BOUND, DecodeCase, DecodeInputs
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import PEER_BOUND, PEERS, Backend, prepare_or_refuse
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
 from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
+from narrowkv.testing.cases.decode import BOUND, DecodeCase, DecodeInputs
 from narrowkv.testing.model import ModelExecutor, Scale
 
 # Of more tokens than this a sample of the sequences is compared; NaN is looked for in all outputs.

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import append
 from narrowkv.runtime.launch import LaunchOptions, RecordExecutor, executing
 from narrowkv.runtime.targets import Target, device_target, get_target
 from narrowkv.sage import plan_sage, sage_attention
 from narrowkv.sparse_fp8 import plan_sparse, sparse_decode, sparse_prefill_fp8
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sparse import SparseCase
 
 _CALLS = 50  # between two waits for the device; a stream's queue holds more
 

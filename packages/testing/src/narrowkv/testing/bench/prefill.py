@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.cases import BOUND
 from narrowkv.attn_prefill import (
     batch_prefill,
     batch_prefill_reference,
@@ -19,7 +18,6 @@ from narrowkv.attn_prefill import (
     plan_prefill,
     prefill_append,
 )
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import sdpa
@@ -27,6 +25,8 @@ from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
 from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer
+from narrowkv.testing.cases.decode import BOUND
+from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.model import ModelExecutor, Scale
 
 _CHECKED_TOKENS = 16  # at either end of the chunk

@@ -13,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowkv.quant.accuracy import compare
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
-from narrowkv.sage.cases import BOUND, SageCase
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer
+from narrowkv.testing.cases.sage import BOUND, SageCase
 from narrowkv.testing.model import ModelExecutor, Scale
 
 _CHECKED_ROWS = 512

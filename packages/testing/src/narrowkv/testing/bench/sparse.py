@@ -17,10 +17,10 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.cases import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCase
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer
+from narrowkv.testing.cases.sparse import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCase
 from narrowkv.testing.model import ModelExecutor, Scale
 
 HEAD_DIM = 512

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.cases import BOUND
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
 from narrowkv.paged_cache import PagedKVCache, PageTable
@@ -21,6 +20,7 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing.backends import PEER_BOUND, Backend, prepare_or_refuse
 from narrowkv.testing.bench.large_cache import LargeCache
 from narrowkv.testing.bench.measure import Bench, Call, Row
+from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.traffic import Step
 
 __all__ = ["AUTOMATIC", "FORCED", "ChoicesBench", "StepInputs", "TrafficBench", "best_choices"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from narrowkv.runtime.cases import each_alone, named, spell_case
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.layouts import LAYOUTS as ROW_LAYOUTS
 from narrowkv.sparse_fp8.reference import sparse_prefill_reference
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
+from narrowkv.testing.cases import each_alone, named, spell_case
 
 __all__ = ["AXES", "SparseCall", "SparseCase", "SparseInputs", "sweep"]
 

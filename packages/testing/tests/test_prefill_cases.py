@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowkv.attn_prefill.cases import (
+from narrowkv.runtime.targets import get_target
+from narrowkv.testing.cases.prefill import (
     AXES,
     FORMATS,
     HEAD_DIMS,
@@ -22,7 +23,6 @@ from narrowkv.attn_prefill.cases import (
     shipped,
     sweep,
 )
-from narrowkv.runtime.targets import get_target
 
 
 def test_the_sweep_meets_every_value_of_every_axis_with_each_kernel() -> None:

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference
-from narrowkv.attn_decode.cases import K8V4, DecodeCase
 from narrowkv.context_parallel.api import cp_paged_decode
 from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.context_parallel.plan import CPDecodePlan, plan_cp_decode
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
+from narrowkv.testing.cases.decode import K8V4, DecodeCase
 
 _I32 = torch.int32
 # One more rounding to bf16 on the way, of results that are weighted to sum to one.

@@ -1,6 +1,6 @@
 """Cases: one call of an operation as a frozen dataclass, as tensors, and as a line of text.
 
-A package's `cases.py` has a dataclass for each operation: its fields say the sizes, formats and options of a
+Each module here has a dataclass for an operation: its fields say the sizes, formats and options of a
 call, and `inputs` makes the tensors. Tests, `narrowkv validate`, `probe` and `bench` use the same cases. The
 line names what is not the default, such as `ratio=17,page_size=7,lens=33+0+130`.
 
@@ -22,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Case",
@@ -40,7 +41,7 @@ __all__ = [
 
 _Case = TypeVar("_Case")
 _EXPECTED = {int: "an integer", float: "a number", bool: "0 or 1"}
-Results = tuple[torch.Tensor, torch.Tensor]
+Results: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class CaseError(ValueError):

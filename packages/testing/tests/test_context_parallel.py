@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import DecodeShape
-from narrowkv.context_parallel.bench import Measured, Setting, line_of, measure_ranks
 from narrowkv.context_parallel.buffers import Moves, allocate, exchange_bytes
-from narrowkv.context_parallel.cases import CASES, plan_case
 from narrowkv.context_parallel.exchange import Sizes, sent_bytes
 from narrowkv.context_parallel.layout import ShardLayout
-from narrowkv.context_parallel.model import LINK_OF_TARGET, LINKS, collective_us, predict
 from narrowkv.context_parallel.plan import plan_cp_decode
 from narrowkv.context_parallel.ranks import run_ranks
 from narrowkv.context_parallel.symmetric import SymmetricMemory
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import Workspace
+from narrowkv.testing.bench.context_parallel import Measured, Setting, line_of, measure_ranks
+from narrowkv.testing.bench.context_parallel_model import LINK_OF_TARGET, LINKS, collective_us, predict
+from narrowkv.testing.cases.context_parallel import CASES, plan_case
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

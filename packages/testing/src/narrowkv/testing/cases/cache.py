@@ -23,7 +23,7 @@ from narrowkv.quant.groups import nvfp4_global_descale
 from narrowkv.quant.int_tokens import quantize_tokens_int4, quantize_tokens_int8
 from narrowkv.quant.quantize import quantize_per_group
 from narrowkv.quant.rounding import encode
-from narrowkv.runtime.cases import CaseError, named, spell_case, unknown
+from narrowkv.testing.cases import CaseError, named, spell_case, unknown
 
 __all__ = ["DESCALES", "LAYOUTS", "CacheCase", "copy_cache", "differing_bytes", "poison_from", "random_rope"]
 

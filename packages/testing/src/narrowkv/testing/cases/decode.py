@@ -15,10 +15,10 @@ from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.attn_decode.planning import plan_decode
 from narrowkv.attn_decode.reference import paged_decode_reference
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, pack_tree_mask
-from narrowkv.paged_cache.cases import DESCALES, LAYOUTS, CacheCase
 from narrowkv.quant.formats import get_format
-from narrowkv.runtime.cases import each_alone, named, word_of
 from narrowkv.runtime.launch.tracing import wide_dtype
+from narrowkv.testing.cases import each_alone, named, word_of
+from narrowkv.testing.cases.cache import DESCALES, LAYOUTS, CacheCase
 
 __all__ = [
     "AXES",

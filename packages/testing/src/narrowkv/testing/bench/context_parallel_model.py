@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from narrowkv.context_parallel.bench import Setting
 from narrowkv.context_parallel.exchange import Sizes, block_elements
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.targets import get_target
+from narrowkv.testing.bench.context_parallel import Setting
 
 # Share of the peak HBM bandwidth that decode reaches on long contexts, and the time of a step that reads
 # nothing: the two launches of attention and merge. Both are what `narrowkv bench decode` shows on an H100.

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from narrowkv.engines.accuracy.models import BYTES, LanguageModel, encode_bytes
-from narrowkv.engines.accuracy.texts import needle_text, training_text
+from narrowkv.testing.accuracy.models import BYTES, LanguageModel, encode_bytes
+from narrowkv.testing.accuracy.texts import needle_text, training_text
 
 __all__ = ["TinySizes", "train_tiny"]
 

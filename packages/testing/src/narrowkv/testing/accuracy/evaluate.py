@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from narrowkv.engines.accuracy.attention import Samples, StoredAttention, stored_attention
-from narrowkv.engines.accuracy.models import LanguageModel
-from narrowkv.engines.accuracy.recipes import REFERENCE, Recipe
-from narrowkv.engines.accuracy.texts import calibration_text, evaluation_text, needle_text
 from narrowkv.quant import Calibration
+from narrowkv.testing.accuracy.attention import Samples, StoredAttention, stored_attention
+from narrowkv.testing.accuracy.models import LanguageModel
+from narrowkv.testing.accuracy.recipes import REFERENCE, Recipe
+from narrowkv.testing.accuracy.texts import calibration_text, evaluation_text, needle_text
 
 __all__ = ["Score", "Statistics", "collect", "measure", "statistics_of"]
 
@@ -102,7 +102,7 @@ def statistics_of(samples: Samples) -> Statistics:
     )
 
 
-class _Runner:
+class Runner:
     """Runs the model with a recipe's cache, by the kernels where that is fast and possible."""
 
     def __init__(self, model: LanguageModel, recipe: Recipe, samples: Samples, kernels: bool) -> None:
@@ -218,8 +218,8 @@ def measure(
     """
     by_kernels = model.device.type == "cuda" if kernels is None else kernels
     samples = collect(model, calibration_tokens) if samples is None else samples
-    exact = _Runner(model, REFERENCE, samples, False)
-    runners = [_Runner(model, recipe, samples, by_kernels) for recipe in recipes]
+    exact = Runner(model, REFERENCE, samples, False)
+    runners = [Runner(model, recipe, samples, by_kernels) for recipe in recipes]
     totals = [_Totals() for _ in recipes]
     reference = _Totals()
     needed = _needles(model, context, needles) if needles else []
@@ -248,7 +248,7 @@ def measure(
     ]
 
 
-def _score(runner: _Runner, total: _Totals, best: float, head_dim: int) -> Score:
+def _score(runner: Runner, total: _Totals, best: float, head_dim: int) -> Score:
     perplexity = math.exp(total.nll / total.tokens)
     return Score(
         runner.recipe.name, runner.recipe.note, runner.recipe.bits(head_dim),

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from narrowkv.quant.sage import SAGE_GRANULARITIES
-from narrowkv.runtime.cases import named, spell_case
 from narrowkv.runtime.errors import check_choice
 from narrowkv.runtime.launch import InterpretExecutor, active_target, executing
 from narrowkv.runtime.targets import Target
 from narrowkv.sage.api import sage_attention
 from narrowkv.sage.planning import plan_sage
 from narrowkv.sage.reference import sage_attention_reference, short_sum_error
+from narrowkv.testing.cases import named, spell_case
 
 __all__ = ["SageCall", "SageCase", "SageInputs", "one_shape", "shipped", "sweep"]
 

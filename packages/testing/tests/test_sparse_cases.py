@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrowkv.sparse_fp8.cases import AXES, shipped, sweep
+from narrowkv.testing.cases.sparse import AXES, shipped, sweep
 
 
 def test_the_sweep_meets_every_value_of_every_axis() -> None:

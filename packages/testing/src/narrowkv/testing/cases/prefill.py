@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_decode import cases as decode
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
 from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
 from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.attn_prefill.planning import plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
-from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, cases
-from narrowkv.runtime.cases import CaseError, each_alone, named, unknown, word_of
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope
 from narrowkv.runtime.targets import Target, get_target
+from narrowkv.testing.cases import CaseError, decode, each_alone, named, unknown, word_of
+from narrowkv.testing.cases import cache as cases
 
 __all__ = ["PrefillCase", "PrefillInputs", "shipped", "sweep"]
 

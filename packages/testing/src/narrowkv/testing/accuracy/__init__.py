@@ -4,10 +4,10 @@
 GGUF files.
 """
 
-from narrowkv.engines.accuracy.evaluate import Score, measure
-from narrowkv.engines.accuracy.models import LanguageModel, load_model
-from narrowkv.engines.accuracy.recipes import RECIPES, Recipe, Side, find_recipes
-from narrowkv.engines.accuracy.tiny_lm import TinySizes, train_tiny
+from narrowkv.testing.accuracy.evaluate import Score, measure
+from narrowkv.testing.accuracy.models import LanguageModel, load_model
+from narrowkv.testing.accuracy.recipes import RECIPES, Recipe, Side, find_recipes
+from narrowkv.testing.accuracy.tiny_lm import TinySizes, train_tiny
 
 __all__ = [
     "RECIPES",

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from narrowkv.attn_decode.cases import AXES, DecodeCase, at_random, mended, one_at_a_time, sweep
 from narrowkv.paged_cache import CacheFormat
-from narrowkv.runtime.cases import CaseError, each_alone, parse_case
+from narrowkv.testing.cases import CaseError, each_alone, parse_case
+from narrowkv.testing.cases.decode import AXES, DecodeCase, at_random, mended, one_at_a_time, sweep
 
 SMALL = DecodeCase(lens=(20, 3), gqa_ratio=3, head_dim=64, num_kv_heads=2)
 

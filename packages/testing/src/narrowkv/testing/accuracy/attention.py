@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from narrowkv.engines.accuracy.recipes import REFERENCE, Recipe
 from narrowkv.engines.transformers.attention import refuse_unknown
 from narrowkv.engines.transformers.masks import padding_of
 from narrowkv.quant import Calibration, lse_correction
 from narrowkv.runtime.attention.reference import attention_reference
+from narrowkv.testing.accuracy.recipes import REFERENCE, Recipe
 
 __all__ = ["NAME", "StoredAttention", "stored_attention"]
 
