@@ -567,7 +567,7 @@ def test_every_instruction_of_the_numpy_engine_is_known():
 
 
 def test_no_encoding_that_numpy_loads_is_refused():
-    """Every vector instruction, plain and with SDWA, DPP and the modifiers that change how it is translated."""
+    """Every vector instruction, plain and with SDWA, DPP and modifiers that change its translation."""
     forms = [("", "", ""), ("", "", " clamp"), ("_sdwa", "", " src0_sel:BYTE_1"), ("_dpp", "", " row_shr:1")]
     forms += [("_dpp", "", " row_shr:1 clamp"), ("_e64", "-", ""), ("_e64", "-", " mul:2")]
     refused, loaded = [], 0
