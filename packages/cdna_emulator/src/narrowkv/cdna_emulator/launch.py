@@ -23,6 +23,7 @@ from .memory import Memory
 from .profile import Profile, profile
 from .program import Program
 from .recorder import Recorder
+from .stale_reads import StaleReads
 from .state import Array
 
 # Workgroups that run together by default, by measurement: see the README.
@@ -159,13 +160,14 @@ def run(
         chosen = [chosen[k] for k in sample]
     copies = 1 if check_uninitialised is False else 2
     hazards = hazard_model(program) if detect_hazards else None
+    stale = StaleReads(own, chosen) if detect_hazards else None
     with np.errstate(all="ignore"):
         for first in range(0, len(chosen), batch_workgroups):
             batch = chosen[first : first + batch_workgroups]
             execution = Execution(
                 program, own, kernarg, dispatch, extent, batch, copies=copies,
                 detect_races=detect_races or detect_hazards, turns=wave_order == "turns", limit=max_blocks,
-                hazards=hazards,
+                hazards=hazards, stale=stale,
             )  # fmt: skip
             _finish(execution)
             runs = [times / copies for times in execution.block_counts]
