@@ -54,7 +54,7 @@ class CpuTimer:
 def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
     """A machine whose GPU is the CPU: every step of `bench decode` but the clock is real."""
     timer = CpuTimer()
-    place = Place("gpu", "cpu", "stand-in GPU")
+    place = Place("gpu", "cuda", "stand-in GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "stand-in")

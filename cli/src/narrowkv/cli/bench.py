@@ -36,6 +36,8 @@ def bench(
 ) -> ExitCode:  # fmt: skip
     """Measures every shape and reports; Ctrl-C keeps the shapes that were finished.
 
+    A virtual GPU has no device times: the answers there are checked, and nothing is timed.
+
     Args:
         bench: makes the calls.
         shapes: what to measure.
@@ -59,12 +61,17 @@ def bench(
             f"bench measures device time and needs a GPU; torch {torch.__version__} sees none. Without one, "
             f"`narrowkv bench {bench.name} --on gfx942,gfx950` gives modelled times"
         )
-    timer = GraphTimer(samples=samples, seconds=bench.seconds)
+    gpu, columns = find_place("gpu"), COLUMNS[bench.name]
+    place, timer = gpu.description, None
+    if gpu.has_times:
+        timer = GraphTimer(samples=samples, seconds=bench.seconds)
+    else:
+        report.say(f"{place} has no device times: the answers are checked, and nothing is timed.")
+        report.refuse("to a virtual GPU, which has no device times", "plot", "against")
     rows: list[Row] = []
     ceilings, interrupted = _measure(
         bench, shapes, report, timer, {**(settings or {}), "samples": samples}, rows
     )
-    place, columns = find_place("gpu").description, COLUMNS[bench.name]
     records = [row.as_dict() for row in rows]
     if ceilings is not None:
         report.say(f"{place}; measured ceilings: {ceilings}")
@@ -131,16 +138,22 @@ def bench_traffic(steps: Sequence[Step], report: Report, *, samples: int, choice
 
 
 def _measure(
-    bench: Bench[Shape], shapes: Sequence[Shape], report: Report, timer: GraphTimer, settings: Record,
+    bench: Bench[Shape], shapes: Sequence[Shape], report: Report, timer: GraphTimer | None, settings: Record,
     rows: list[Row],
 ) -> tuple[Ceilings | None, bool]:  # fmt: skip
-    """Adds the rows of every shape; returns the ceilings and whether Ctrl-C ended it."""
+    """Adds the rows of every shape, checked only without a timer.
+
+    Returns:
+        The ceilings, if there is a timer, and whether Ctrl-C ended it.
+    """
     try:
-        ceilings = measure_ceilings(timer)
+        ceilings = None if timer is None else measure_ceilings(timer)
     except KeyboardInterrupt:
         return None, True
 
     def work(shape: Shape) -> tuple[Row, ...]:
+        if timer is None or ceilings is None:
+            return bench.rehearse(shape)
         return bench.measure(shape, ceilings, timer)
 
     def take(shape: Shape, found: tuple[Row, ...]) -> str:

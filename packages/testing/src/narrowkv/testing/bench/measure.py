@@ -144,8 +144,8 @@ def _refused(row: Row, call: Call, problem: Exception) -> Row:
 
 
 def check(call: Call, sizes: Mapping[str, Any]) -> Row:
-    """The row of a call whose answer is checked and which is not timed: a rehearsal without a GPU."""
-    row = Row(dict(call.labels), dict(sizes))
+    """The row of a call whose answer is checked and which is not timed: where no GPU has device times."""
+    row = Row(dict(call.labels), dict(sizes), extra=dict.fromkeys(call.extra))
     try:
         o = call.prepare()()
     except Exception as problem:
@@ -191,7 +191,9 @@ class Bench(Generic[Shape]):
 
     def rehearse(self, shape: Shape) -> tuple[Row, ...]:
         """The rows of a shape whose calls are checked and not timed."""
-        return tuple(check(call, self.sizes(shape)) for call in self.calls(shape))
+        rows = [check(call, self.sizes(shape)) for call in self.calls(shape)]
+        ratio = {self.ratio: None} if self.ratio else {}
+        return tuple(replace(row, extra={**row.extra, **ratio}) for row in rows)
 
     def measure(self, shape: Shape, ceilings: Ceilings, timer: GraphTimer) -> tuple[Row, ...]:
         """The rows of a shape."""
