@@ -15,7 +15,8 @@ from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.screen import show_screen
 from narrowkv.testing.checking import Sample
 from narrowkv.testing.codegen import KernelCode
-from narrowkv.testing.contracts import CONTRACT_SETS, DECODE
+from narrowkv.testing.operations import contract_sets
+from narrowkv.testing.operations.decode import FUNCTION as DECODE
 from narrowkv.testing.places import Place
 from narrowkv.testing.probing import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled, ProbeRun
 
@@ -28,7 +29,7 @@ ABSENT = {"torch sdpa": None, "aiter": "not installed", "flashinfer": "not insta
 
 def seen(name: str = "glm-gqa12", place: Place = CPU, absent: dict[str, Any] = ABSENT) -> ProbeRun:
     """All that a run finds where everything passes; each error tells its cell."""
-    chosen = CONTRACT_SETS[name]
+    chosen = contract_sets()[name]
     answers, compiled = {}, {}
     for i, contract in enumerate(chosen.contracts):
         for j, where in enumerate((place.name, *TARGETS)):
@@ -69,7 +70,7 @@ def worst(found: ProbeRun, of: Answer) -> str:
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160, 200, 100_000])
-@pytest.mark.parametrize("name", list(CONTRACT_SETS))
+@pytest.mark.parametrize("name", list(contract_sets()))
 @pytest.mark.parametrize("absent", [ABSENT, PEERS], ids=["alone", "all peers"])
 def test_the_screen_fits_and_has_every_cell(width: int, name: str, absent: dict[str, Any]) -> None:
     for place in (CPU, GPU):
