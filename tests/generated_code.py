@@ -22,7 +22,7 @@ counts_instructions = pytest.mark.skipif(
 
 
 def assert_no_spills(artifacts: list[CompiledArtifact]) -> None:
-    """Checks that no kernel spills vector registers, or scalars in a loop, and each fits a compute unit."""
+    """Checks that no kernel spills vector registers, or scalars in the hot loop; each fits a compute unit."""
     assert artifacts
     for code in artifacts:
         registers = code.registers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,15 @@ def test_modelled_figures_are_made_again(figure: Any) -> None:
 def test_every_family_of_every_target_is_among_them() -> None:
     names = {(figure.name, figure.target) for figure in TOOL.MODELLED}
     assert names >= {(name, target) for target in ("gfx942", "gfx950") for name in families(target)}
+
+
+_FIGURE = re.compile(r"\d (?:VGPRs|TFLOP/s|TOP/s)|\d% of (?:HBM|the time that HBM)")
+
+
+def test_figures_of_amd_code_are_in_generated_tables() -> None:
+    """Outside of them no page gives registers, rates or shares of the model."""
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("packages/*/README.md")):
+        prose = re.sub(r"<!-- table .*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+        found = [line for line in prose.splitlines() if _FIGURE.search(line)]
+        assert not found, f"{page.name}: {found}"
+        assert "istory, of an earlier" not in prose, page.name

@@ -10,11 +10,8 @@ import torch
 
 from narrowkv.attn_prefill import plan_append
 from narrowkv.paged_cache import CacheFormat
-from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.cases.prefill import PrefillCase
-
-pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 
 
 def _stale_addresses(code: str) -> list[str]:

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 
-from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.sparse_fp8 import DSV4Rows, choose_mode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCall, SparseCase
 
-pytestmark = [
-    pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper"),
-    pytest.mark.sampled(most=2),
-]
+pytestmark = pytest.mark.sampled(most=2)
 
 
 def _compile(layout: str, heads: int, sm90_code: Any) -> Any:

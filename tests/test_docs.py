@@ -8,6 +8,8 @@ import re
 import runpy
 import shlex
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ import pytest
 import typer
 import typer.main
 
+from narrowkv.attn_decode import planning
+from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
 from narrowkv.cli.app import app
+from narrowkv.testing.calls import trace_functions
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -81,7 +86,10 @@ def test_the_snippets_of_a_page_run_one_after_the_other(page):
 
 @with_commands
 def test_the_commands_of_a_page_exist_and_take_these_options(page):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    versions = re.findall(r"^TRITONS *:= (.*)", makefile, re.MULTILINE)[0].split()
+    targets |= {f"codegen-{version}" for version in versions}
     for line in commands(page):
         words = shlex.split(line)
         if words[0] == "make":
@@ -111,6 +119,29 @@ def test_the_links_of_a_page_lead_to_files(page):
             assert (page.parent / link.split("#")[0]).exists(), f"{name_of(page)}: {link}"
 
 
+def anchors(page: Path) -> set[str]:
+    """What `page.md#anchor` may name: each heading as MyST and code hosts spell it."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_anchors_of_a_page_are_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        if anchor and "://" not in link and (not path or path.endswith(".md")):
+            assert anchor in anchors(page.parent / path if path else page), f"{name_of(page)}: {link}"
+
+
+def test_what_each_change_is_checked_by_is_what_ci_runs():
+    steps = re.findall(r"^step \w+ (make .*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    page = " ".join((ROOT / "README.md").read_text().split())
+    (claimed,) = re.findall(r"each change is checked by (.*?)\. \|", page)
+    for command in re.findall(r"`(make [^`]+)`", claimed):
+        of_decode = f"{command} OPERATIONS=decode" in steps and f"`{command}` for decode" in claimed
+        assert command in steps or of_decode, command
+
+
 def defined_in(path: Path) -> set[str]:
     """Names of the functions, classes, methods (`Class.method`) and constants that a file defines."""
     names = set()
@@ -124,18 +155,72 @@ def defined_in(path: Path) -> set[str]:
     return names
 
 
-def test_the_stations_of_reading_the_code_exist_and_are_at_most_ten_each():
-    page = ROOT / "docs" / "reading-the-code.md"
-    links = re.findall(r"\[`([\w.]+)`\]\(([^)\s]+\.py)\)", page.read_text())
-    assert len(links) > 30
-    for name, link in links:
-        path = page.parent / link
-        assert path.is_file(), f"{name}: {link}"
-        assert name in defined_in(path), f"{link} does not define {name}"
-    routes = page.read_text().split("\n## ")[1:]
-    assert len(routes) == 3
-    for route in routes:
-        assert len(re.findall(r"^\d+\. ", route, re.MULTILINE)) <= 10
+READING = ROOT / "docs" / "reading-the-code.md"
+# How a CPU interprets a kernel: another way to run the same launch.
+INTERPRETER = re.compile(r"/launch/(interpreter\w*|private_triton|parsing)\.py$")
+
+
+def functions_linked(text: str) -> list[tuple[Path, str]]:
+    """File and name of each function that links of the page name, in order."""
+    links = re.findall(r"\[`([\w.]+)`\]\(([^)\s]+\.py)\)", text)
+    return [((READING.parent / link).resolve(), name) for name, link in links]
+
+
+def entered(call: Callable[[], Any]) -> list[tuple[Path, str]]:
+    """File and name of each function of narrowkv's packages that a call enters, the interpreter's apart."""
+    found = trace_functions(call)
+    packages = str(ROOT / "packages")
+    paths = {file: Path(file) for file, _ in found if file.endswith(".py") and not INTERPRETER.search(file)}
+    return [(paths[file], name) for file, name in found if file in paths and file.startswith(packages)]
+
+
+def inputs_of_reading() -> dict[str, Any]:
+    """What the program of the page makes, anew; without its calls."""
+    ((_, program),) = blocks(READING, "python")
+    found: dict[str, Any] = {}
+    exec(program.split("\nplan = ")[0], found)
+    return found
+
+
+@cache
+def ways_of_reading() -> dict[str, list[tuple[Path, str]]]:
+    """What the calls of each section of the page enter."""
+    s = inputs_of_reading()
+    arguments, plans = (s["q"], s["cache"], s["table"]), []
+    ways = {"The plan": entered(lambda: plans.append(s["plan_decode"](*arguments, split="even")))}
+    for section in ("The first call", "A later call"):
+        ways[section] = entered(lambda: s["paged_decode"](*arguments, plan=plans[0]))
+    way = ways["A later call"]
+    starts = [index for index, (_, name) in enumerate(way) if name == "_paged_decode_kernel"]
+    programs = [way[begin:end] for begin, end in zip(starts, [*starts[1:], None], strict=True)]
+    ways["The kernel"] = max(programs, key=len)  # the one that merges
+    s = inputs_of_reading()
+    arguments = (s["q"], s["cache"], s["table"])
+    planning._plans.clear()
+    ways["A call without a plan"] = entered(lambda: s["paged_decode"](*arguments))
+    return ways
+
+
+@pytest.mark.parametrize(
+    "section", ["The plan", "The first call", "A later call", "A call without a plan", "The kernel"]
+)
+def test_a_call_enters_the_functions_of_reading_the_code_in_that_order(section):
+    text = READING.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    steps = functions_linked("\n".join(re.findall(r"^(?:\d+\.|   ) .*$", text, re.MULTILINE)))
+    assert len(steps) >= 3
+    way = iter(ways_of_reading()[section])
+    for path, name in steps:
+        assert name in defined_in(path), f"{path} does not define {name}"
+        assert (path, name.rpartition(".")[2]) in way, f"{section}: {name} is not entered, or entered before"
+
+
+def test_reading_the_code_names_every_file_that_the_call_crosses():
+    linked = {
+        (READING.parent / link).resolve() for link in re.findall(r"\]\((\S+\.py)\)", READING.read_text())
+    }
+    crossed = {path for way in ways_of_reading().values() for path, _ in way}
+    assert crossed <= linked, sorted(map(str, crossed - linked))
+    assert linked - crossed <= {ROOT / "packages/attn_decode/src/narrowkv/attn_decode/reference.py"}
 
 
 def test_quoted_messages_are_those_of_the_code():
@@ -167,6 +252,24 @@ def test_every_public_name_is_in_the_reference_and_has_a_docstring(name):
 def test_plots_and_tables_are_those_of_the_stored_results(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["results.py", "--check"])
     runpy.run_path(str(ROOT / "tools" / "results.py"), run_name="__main__")  # exits where one is not
+
+
+@pytest.mark.parametrize(
+    ("plan", "kernels"),
+    [("plan_decode", ("decode", "native")), ("plan_prefill", KERNELS), ("plan_append", APPEND_KERNELS)],
+)
+def test_the_tuning_page_lists_every_kernel_that_can_be_forced(plan, kernels):
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    (values,) = re.findall(rf"^\|(?: `kernel=`)? \|(?: of \|)? `{plan}` \| (.*) \|$", page, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", values)) == sorted(kernels)
+
+
+def test_a_release_is_described_in_at_most_60_lines():
+    _, *releases = re.split(r"^## \[", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert releases[0].startswith("Unreleased]\n")
+    assert len(releases) > 1
+    for release in releases:
+        assert len(release.rstrip().splitlines()) <= 60, release.splitlines()[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,4 +1,4 @@
-"""The rules of the repository that no single file shows: imports, file names, sizes, versions, examples."""
+"""The rules of the repository that no single file shows: imports, names, sizes, versions, examples."""
 
 from __future__ import annotations
 
@@ -55,6 +55,26 @@ MAX_ARGUMENTS = 14
 # Functions with more arguments, which only their own package calls.
 LONG_ARGUMENT_LISTS = {"packages/attn_prefill/src/narrowkv/attn_prefill/calls.py": "run"}
 MAX_JIT_PARAMETERS = 30
+MAX_HOST_LINES = 80
+MAX_JIT_LINES = 120
+# Longer functions, with their lines: the list may only shrink.
+LONG_FUNCTIONS = {
+    "packages/attn_decode/src/narrowkv/attn_decode/config.py": {"choose_config": 127},
+    "packages/attn_decode/src/narrowkv/attn_decode/kernels/decode.py": {"_paged_decode_kernel": 191},
+    "packages/attn_decode/src/narrowkv/attn_decode/plan.py": {"run": 95},
+    "packages/attn_prefill/src/narrowkv/attn_prefill/calls.py": {"run": 122},
+    "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/append.py": {"_prefill_append_kernel": 162},
+    "packages/runtime/src/narrowkv/runtime/launch/fixed.py": {"_write_launch": 131},
+    "packages/runtime/src/narrowkv/runtime/launch/interpreter_types.py": {"share_types": 103},
+}
+# Public names that stand for several classes, with the number of these: the list may only shrink.
+SHARED_CLASS_NAMES = {
+    "Blocks": 2, "BoundCache": 2, "Call": 5, "CdnaCall": 2, "Change": 2, "Column": 2, "Inputs": 2,
+    "Kind": 2, "Launch": 3, "Loop": 2, "Machine": 2, "Memory": 2, "NarrowAttentionBackend": 2, "Op": 2,
+    "Order": 2, "Outputs": 3, "Place": 2, "Queries": 2, "Recipe": 2, "Row": 2, "Rows": 3, "Rules": 2,
+    "Run": 2, "Shape": 2, "Share": 2, "Side": 2, "Sizes": 4, "State": 2, "Statistics": 2, "Step": 4,
+    "Stored": 2, "Task": 2, "Usage": 2, "Work": 2, "Workspace": 2,
+}  # fmt: skip
 # Modules of a package that import each other.
 CYCLES_LEFT = {"engines": [["trial", "trial_sglang"]]}
 # Where a step of the online softmax, or a merge of partial results, is computed.
@@ -116,6 +136,11 @@ class Source:
         return list(ast.walk(ast.parse(self.text, filename=str(self.path))))
 
     @cached_property
+    def classes(self) -> list[str]:
+        """Names of the classes at the top of the file."""
+        return [node.name for node in ast.parse(self.text).body if isinstance(node, ast.ClassDef)]
+
+    @cached_property
     def functions(self) -> list[ast.FunctionDef]:
         return [node for node in self.nodes if isinstance(node, ast.FunctionDef)]
 
@@ -165,6 +190,21 @@ def count_arguments(function: ast.FunctionDef) -> int:
     return len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
 
 
+def count_lines(function: ast.FunctionDef) -> int:
+    """Lines from `def` to the end, without the docstring."""
+    assert function.end_lineno is not None
+    count = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        assert docstring.end_lineno is not None
+        count -= docstring.end_lineno - docstring.lineno + 1
+    return count
+
+
+def max_lines(function: ast.FunctionDef) -> int:
+    return MAX_JIT_LINES if is_jit(function) else MAX_HOST_LINES
+
+
 # A rule gives the line and the fault of each place of a file under src that does not keep it.
 Wrong = Iterator[tuple[int, str]]
 
@@ -207,11 +247,19 @@ def does_not_validate_with_assert(source: Source) -> Wrong:
             yield node.lineno, ast.unparse(node)
 
 
+def has_functions_of_at_most_80_lines_and_kernels_of_120(source: Source) -> Wrong:
+    known = LONG_FUNCTIONS.get(source.name, {})
+    for function in source.functions:
+        lines, limit = count_lines(function), max_lines(function)
+        if lines > max(limit, known.get(function.name, 0)):
+            yield function.lineno, f"{function.name} has {lines} lines: divide it into named steps"
+
+
 RULES: list[Callable[[Source], Wrong]] = [
     follows_the_arrows,
     has_kernels_without_references_and_launchers, has_references_without_kernels_and_triton,
     has_public_functions_of_at_most_14_arguments, has_jit_functions_of_at_most_30_parameters,
-    does_not_validate_with_assert,
+    does_not_validate_with_assert, has_functions_of_at_most_80_lines_and_kernels_of_120,
 ]  # fmt: skip
 
 
@@ -235,10 +283,51 @@ def test_every_file(rule: Callable[[Source], Wrong]) -> None:
         (has_jit_functions_of_at_most_30_parameters, "sage/x.py",
          f"@triton.jit\ndef f({', '.join(f'x{i}' for i in range(31))}): ..."),
         (does_not_validate_with_assert, "sage/api.py", "assert x"),
+        (has_functions_of_at_most_80_lines_and_kernels_of_120, "sage/x.py", "def f():" + "\n    x" * 80),
+        (has_functions_of_at_most_80_lines_and_kernels_of_120, "sage/x.py",
+         "@triton.jit\ndef f():" + "\n    x" * 120),
     ],
 )  # fmt: skip
 def test_a_rule_finds_what_it_forbids(rule: Callable[[Source], Wrong], path: str, text: str) -> None:
     assert list(rule(made_up(path, text)))
+
+
+def test_a_docstring_does_not_make_a_function_long() -> None:
+    text = 'def f():\n    """One.' + "\n" * 9 + '    """' + "\n    x" * 79
+    assert not list(has_functions_of_at_most_80_lines_and_kernels_of_120(made_up("sage/x.py", text)))
+
+
+def test_long_functions_are_those_that_are_listed() -> None:
+    found = {
+        (source.name, function.name)
+        for source in sources("src")
+        for function in source.functions
+        if count_lines(function) > max_lines(function)
+    }
+    listed = {(path, name) for path, names in LONG_FUNCTIONS.items() for name in names}
+    assert listed <= found, f"no longer too long, take them off LONG_FUNCTIONS: {sorted(listed - found)}"
+
+
+def shared_class_names(files: list[Source]) -> dict[str, int]:
+    """Each public name of several classes, with their number."""
+    names = Counter(name for source in files for name in source.classes if not is_private(name))
+    return {name: count for name, count in names.items() if count > 1}
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    found = shared_class_names(sources("src"))
+    more = {name: count for name, count in found.items() if count > SHARED_CLASS_NAMES.get(name, 0)}
+    assert not more, f"name new classes otherwise, or import the one that there is: {more}"
+    gone = SHARED_CLASS_NAMES.keys() - found
+    assert not gone, f"take them off SHARED_CLASS_NAMES: {sorted(gone)}"
+
+
+def test_the_search_for_shared_class_names_finds_them() -> None:
+    files = [
+        made_up("sage/x.py", "class A: ...\nclass _B: ..."),
+        made_up("quant/x.py", "class A: ...\nclass _B: ..."),
+    ]
+    assert shared_class_names(files) == {"A": 2}
 
 
 def made_up(path: str, text: str) -> Source:

@@ -27,7 +27,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from narrowkv.runtime.toolchain import OLDEST_TRITON
+from narrowkv.runtime.toolchain import OLDEST_TRITON, require_triton
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECTS = {
@@ -35,8 +35,8 @@ PROJECTS = {
     for path in (*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("cli/pyproject.toml"))
 }
 # What a ROCm user has: an old torch with a local version, and a triton under another distribution's name.
-ROCM_TORCH = "2.10.0+rocm7.1"
-ROCM_TRITON = ("pytorch-triton-rocm", "3.6.0")
+ROCM_TORCH = "2.11.0+rocm7.14.0"
+ROCM_TRITON = ("triton-rocm", "3.8.0+git2f1c")
 
 
 @dataclass(frozen=True)
@@ -237,14 +237,14 @@ def test_a_wheel_holds_its_package_and_requires_what_it_may(wheels, name):
         # triton goes by several names and may only be an extra.
         assert "triton" not in requirement.name, requirement
         if requirement.name == "torch":
-            # A floor and no ceiling: the first torch that comes with the oldest Triton that narrowkv imports.
-            assert str(requirement.specifier) == ">=2.10"
+            # A floor and no ceiling.
+            assert str(requirement.specifier) == ">=2.11"
             assert requirement.specifier.contains(ROCM_TORCH)
         if requirement.name in wheels:
             assert str(requirement.specifier) == f"=={wheels[requirement.name].metadata['Version']}"
-    assert OLDEST_TRITON == (3, 6)
+    assert OLDEST_TRITON == (3, 8)
     floors = {str(required.specifier) for required in wheel.requirements("cpu") if required.name == "triton"}
-    assert floors in (({">=3.6"},) if modules_with_triton(name) else (set(), {">=3.6"}))
+    assert floors in (({">=3.8"},) if modules_with_triton(name) else (set(), {">=3.8"}))
 
 
 @each_project
@@ -377,7 +377,13 @@ NO_TRITON = """
 """
 OLD_TRITON = """
     sys.modules["triton"] = old = types.ModuleType("triton")
-    old.__version__ = "3.2.0"
+    old.__version__ = "3.6.0"
+"""
+OLD_TRITON_FOR_ROCM = """
+    import torch
+
+    torch.version.hip = "7.2.53210"
+    old.__version__ = "3.7.1+git9844da95"
 """
 
 
@@ -389,19 +395,32 @@ def test_import_without_triton_and_with_an_old_one_says_what_to_do():
                 try:
                     importlib.import_module(name)
                 except ImportError as error:
-                    yield str(error)
+                    yield f"{type(error).__name__}: {error}"
                 else:
                     yield f"{name} was imported"
     """
     code = "import importlib.abc, json, sys, types\n" + textwrap.dedent(code)
-    for state in (NO_TRITON, OLD_TRITON):
+    for state in (NO_TRITON, OLD_TRITON, OLD_TRITON_FOR_ROCM):
         code += f"{textwrap.dedent(state)}\nprint(json.dumps(list(errors())))\n"
     modules = [module for name in sorted(PROJECTS) for module in modules_with_triton(name)]
     done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    without, old = map(json.loads, done.stdout.splitlines())
-    for module, message in zip(modules, without, strict=True):
-        # On ROCm the plain distribution is the wrong one; the message must not send people there.
-        assert all(needed in message for needed in ("triton", "pip install", "ROCm")), f"{module}: {message}"
-    for module, message in zip(modules, old, strict=True):
-        assert all(needed in message for needed in ("3.2.0", "3.6")), f"{module}: {message}"
+    needs = "TritonVersionError: narrowkv needs triton >= 3.8"
+    # On ROCm the plain distribution is the wrong one; the message must not send people there.
+    rocm = (
+        "this torch is for ROCm, so take the Triton of AMD's wheels (`pip install --upgrade 'torch>=2.11' "
+        "--index-url https://repo.amd.com/rocm/whl-multi-arch/`), not `triton` from PyPI"
+    )
+    expected = (
+        f"{needs} and found none: run `pip install triton==3.8.0`",
+        f"{needs}, found 3.6.0: run `pip install triton==3.8.0`",
+        f"{needs}, found 3.7.1+git9844da95: {rocm}",
+    )
+    for wanted, line in zip(expected, done.stdout.splitlines(), strict=True):
+        assert dict.fromkeys(json.loads(line)) == {wanted: None}, modules
+
+
+@pytest.mark.parametrize("version", ["3.8.0", "3.8.0+git2f1c", "3.10.0", "4.0.0a1"])
+def test_a_fork_and_a_later_triton_are_accepted_by_the_version_of_the_module(version, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    assert require_triton() == tuple(map(int, version.split(".")[:2]))

@@ -10,43 +10,90 @@ from typing import Any
 
 import pytest
 
+from narrowkv.runtime import toolchain
+
 ROOT = Path(__file__).resolve().parent.parent
 SETUP: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "setup_env.py"))
 
 
+AMD_INDEX = "https://repo.amd.com/rocm/whl-multi-arch/"
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lays a distribution of torch, of which no more is there than its version, before the real one."""
+    """Lays a torch and a Triton that have no more than their versions before the real ones."""
 
-    def install(version: str, hip: str | None) -> None:
-        package = tmp_path / "torch"
-        package.mkdir()
-        (package / "__init__.py").write_text("raise RuntimeError('the set-up must not import torch')")
-        (package / "version.py").write_text(f"__version__ = {version!r}\nhip = {hip!r}\ncuda = None\n")
+    def install(version: str, hip: str | None, triton: str = "3.8.0") -> None:
+        for name in ("torch", "triton"):
+            (tmp_path / name).mkdir()
+        torch = tmp_path / "torch"
+        (torch / "__init__.py").write_text("raise RuntimeError('the set-up must not import torch')")
+        (torch / "version.py").write_text(f"__version__ = {version!r}\nhip = {hip!r}\ncuda = None\n")
+        (tmp_path / "triton" / "__init__.py").write_text(f"__version__ = {triton!r}\n")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     return install
 
 
-@pytest.mark.parametrize("version", ["2.9.1+rocm7.0", "2.9.1+gitff65f5b", "2.8.0"])
-def test_an_old_torch_for_rocm_is_refused_with_the_line_to_run(installed: Any, version: str) -> None:
-    installed(version, "7.0.51831")
+@pytest.mark.parametrize(
+    ("torch", "triton", "named"),
+    [
+        ("2.9.1+rocm7.0", "3.5.0", "torch 2.9.1+rocm7.0"),
+        ("2.10.0+gitff65f5b", "3.8.0", "torch 2.10.0+gitff65f5b"),
+        ("2.8.0", "3.4.0", "torch 2.8.0"),
+        ("2.11.0+rocm7.2", "3.6.0+git9844da95", "Triton 3.6.0+git9844da95"),
+    ],
+)
+def test_a_torch_for_rocm_that_is_too_old_or_whose_triton_is_is_refused_with_the_line_to_run(
+    installed: Any, torch: str, triton: str, named: str
+) -> None:
+    installed(torch, "7.0.51831", triton)
     with pytest.raises(SystemExit) as refused:
         SETUP["refuse_old_rocm"](Path(sys.executable))
     message = str(refused.value)
-    assert f"torch {version}" in message
-    assert "-m pip install 'torch>=2.10' --index-url https://download.pytorch.org/whl/rocm7.0" in message
+    assert named in message
+    assert f"-m pip install --upgrade 'torch>=2.11' --index-url {AMD_INDEX}" in message
 
 
 @pytest.mark.parametrize(
-    ("version", "hip"), [("2.10.0+rocm7.1", "7.1.25424"), ("2.9.1+cu128", None), ("2.13.0+cpu", None)]
+    ("version", "hip", "triton"),
+    [
+        ("2.11.0+rocm7.14.0", "7.14.25424", "3.8.0+git2f1c"),
+        ("2.9.1+cu128", None, "3.5.0"),
+        ("2.11.0+cu130", None, "3.6.0"),
+        ("2.13.0+cpu", None, "3.9.0"),
+    ],
 )
-def test_another_torch_is_left_to_pip(installed: Any, version: str, hip: str | None) -> None:
-    installed(version, hip)
+def test_another_torch_is_left_to_pip(installed: Any, version: str, hip: str | None, triton: str) -> None:
+    installed(version, hip, triton)
     SETUP["refuse_old_rocm"](Path(sys.executable))
 
 
-def test_the_oldest_torch_is_that_of_the_packages() -> None:
-    for project in ROOT.glob("packages/*/pyproject.toml"):
-        for floor in re.findall(r'"torch>=([\d.]+)', project.read_text()):
-            assert tuple(map(int, floor.split("."))) == SETUP["OLDEST_TORCH"], project
+@pytest.mark.parametrize(
+    ("triton", "too_old"), [("3.6.0", True), ("3.8.0+git2f1c", False), ("3.10.0", False)]
+)
+def test_a_triton_older_than_the_packages_need_is_found(installed: Any, triton: str, too_old: bool) -> None:
+    installed("2.11.0+cu130", None, triton)
+    assert SETUP["triton_too_old"](Path(sys.executable)) == (triton if too_old else None)
+
+
+def test_the_oldest_versions_are_those_of_the_packages() -> None:
+    for project in (
+        ROOT / "pyproject.toml",
+        *ROOT.glob("packages/*/pyproject.toml"),
+        ROOT / "cli" / "pyproject.toml",
+    ):
+        for name in ("torch", "triton"):
+            for floor in re.findall(rf'"{name}>=([\d.]+)', project.read_text()):
+                assert tuple(map(int, floor.split("."))) == SETUP[f"OLDEST_{name.upper()}"], project
+
+
+def test_one_line_installs_triton_for_rocm() -> None:
+    """Set-up, which imports no package, names the index that the packages name."""
+    assert SETUP["ROCM_INDEX"] == AMD_INDEX
+    assert AMD_INDEX in toolchain._INSTALL_ROCM
+    assert SETUP["OLDEST_TRITON"] == toolchain.OLDEST_TRITON
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.findall(r"^TRITON \?= (triton==[\d.]+)$", makefile, re.MULTILINE) == [
+        toolchain._INSTALL.removeprefix("pip install ")
+    ]

@@ -26,6 +26,7 @@ from narrowkv.testing.operations import families
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 _DECODE = "decode:lens=1024+1024+1024+1024,kv_heads=8,ratio=12,head_dim=128,page_size=16,clean=1,"
 _PREFILL = "prefill:q_lens=1024,lens=4096,kv_heads=8,ratio=12,head_dim=128,clean=1,"
+_SPARSE = "sparse:lens=512+512,heads=64,pool_rows=4096,"
 _LARGE = "prefill:q_lens=704,lens=1024,kv_heads=8,ratio=12,head_dim=128,clean=1,"
 
 
@@ -70,13 +71,23 @@ CODE = [
             ("gfx950", "fused, OCP cache", "kernel=fused"),
         )
     ),
+    *(
+        Figure("sparse", name, target, _SPARSE + line)
+        for target, fp8 in (("gfx942", "fp8_e4m3fnuz"), ("gfx950", "fp8_e4m3fn"))
+        for name, line in (
+            ("16-bit rows", "mode=16bit,layout=bf16"),
+            ("fused, bf16 query", f"format={fp8}"),
+            ("fused, fp16 query", f"format={fp8},q=fp16"),
+            ("fused, FP8 query", f"format={fp8},q=fp8"),
+        )
+    ),
 ]
 LARGE = [
     Figure("large", name, target, _LARGE + line)
     for name, line in (
         ("dense prefill, FP8 cache", "kernel=dense"),
         ("dense prefill, bf16 cache", "kernel=dense,format=bf16"),
-        ("prefill, FP8 queries", "kernel=dense,q=FP8,format=FP8"),
+        ("prefill, FP8 queries", "kernel=dense,q={fp8},format={fp8}"),
         ("append, then attend, FP8 cache", "operation=append,kernel=append_then_attend"),
     )
     for target in ("gfx942", "gfx950")
@@ -90,11 +101,11 @@ MODELLED = [
 
 
 def family_of(figure: Figure) -> Family:
-    """The call of a row; FP8 is the format that the target multiplies."""
+    """The call of a row; `{fp8}` stands for the format that the target multiplies."""
     if not figure.case:
         return families(figure.target)[figure.name]
     fp8 = "fp8_e4m3fnuz" if figure.target == "gfx942" else "fp8_e4m3fn"
-    return parse_call(figure.case.replace("FP8", fp8))
+    return parse_call(figure.case.format(fp8=fp8))
 
 
 def code_row(figure: Figure) -> dict[str, Any]:

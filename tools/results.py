@@ -19,6 +19,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from narrowkv.cdna_emulator.matrix import Shape
+from narrowkv.cdna_emulator.timing.machine import MACHINES, Machine
+from narrowkv.cdna_emulator.wait_states import matrix_clocks
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
@@ -610,6 +614,125 @@ def goals_table() -> str:
     return table(heads, body) + amd_source("amd-model")
 
 
+@dataclass(frozen=True)
+class Goal:
+    """What the rows of a results file were to reach at most: in microseconds, or of a ratio."""
+
+    what: str
+    file: str
+    key: str
+    most: float
+    wanted: Callable[[Row], bool]
+
+
+def _is(**wanted: object) -> Callable[[Row], bool]:
+    return lambda row: all(row.get(key) == value for key, value in wanted.items())
+
+
+_FP8 = {"ratio": 12, "format": "fp8_e4m3fn", "page_size": 16}
+MEASURED_GOALS = [
+    Goal("decode, batch 4 over 1024, us", "decode-h100", "median_us", 9, _is(batch=4, context=1024, **_FP8)),
+    Goal("decode, batch 1 over 8192, us", "decode-h100", "median_us", 14, _is(batch=1, context=8192, **_FP8)),
+    Goal("decode, batch 1 over 32768", "decode-h100", "ratio_to_floor", 1.4,
+         _is(batch=1, context=32768, **_FP8)),
+    Goal("decode, batch 64 over 8192 and more", "decode-h100", "ratio_to_floor", 1.08,
+         lambda row: _is(ratio=12, format="fp8_e4m3fn")(row) and row["batch"] > 16 and row["context"] > 1024),
+    Goal("prefill, 1024 over 4096 and more", "prefill-h100", "ratio_to_floor", 1.4,
+         lambda row: row["new_tokens"] >= 1024 and row["prefix"] >= 4096),
+    Goal("prefill, 1024 over none, 96/8 heads", "prefill-h100", "ratio_to_floor", 2.0,
+         _is(new_tokens=1024, prefix=0, heads="96/8")),
+    Goal("prefill, 1024 over none, 32/8 heads", "prefill-h100", "ratio_to_floor", 2.0,
+         _is(new_tokens=1024, prefix=0, heads="32/8")),
+    Goal("prefill, 128 over 4096, 32/8 heads", "prefill-h100", "ratio_to_floor", 2.2,
+         _is(new_tokens=128, prefix=4096, heads="32/8")),
+    Goal("prefill, 128 over 32768", "prefill-h100", "ratio_to_floor", 2.2, _is(new_tokens=128, prefix=32768)),
+    *(
+        Goal(f"sparse, {what}, {gpu}", f"sparse-{gpu.lower()}", "ratio_to_floor", most, wanted)
+        for what, most, wanted in (
+            ("16-bit rows, 64 and 128 heads, top-k 2048", 2.0,
+             lambda row: row["mode"] == "bf16" and row["heads"] >= 64 and row["topk"] == 2048),
+            ("fused, 16 heads", 4.0, _is(mode="fused", heads=16)),
+        )
+        for gpu in ("H100", "H200")
+    ),
+]  # fmt: skip
+
+
+def measured_goals_table() -> str:
+    """What measured calls were to reach and reach, the worst of the rows; what misses its goal is bold."""
+    body = []
+    for goal in MEASURED_GOALS:
+        worst = max(row[goal.key] for row in load(goal.file)["rows"] if goal.wanted(row))
+        body.append([goal.what, f"{goal.most:g}", f"{worst:g}" if worst <= goal.most else f"**{worst:g}**"])
+    return table(["call", "goal, at most", "measured"], body)
+
+
+def _matrix_clocks(machine: Machine, element: str, depth: int) -> str:
+    """Clocks of the two tiles of a type; `depth` is that over the least one."""
+    shapes = [Shape("f32", edge, edge, depth * 256 // edge, 1, element, element) for edge in (16, 32)]
+    return "; ".join(f"{s.m}x{s.n}x{s.k}: {matrix_clocks(s, machine.name)}" for s in shapes)
+
+
+# What is shown of a machine, how, and where it comes from.
+_MACHINE_ROWS: list[tuple[str, Callable[[Machine], str], str]] = [
+    ("compute units; SIMDs each", lambda m: f"{m.compute_units}; {m.simds}", "ISA documents, white papers"),
+    ("waves per SIMD; registers per lane", lambda m: f"{m.waves_per_simd}; {m.registers}", "the same"),
+    ("LDS; allocation granule", lambda m: f"{m.lds_bytes // 1024} KB; {m.lds_granule} B",
+     "the same; LLVM AMDGPU usage guide"),
+    ("clocks of issue, and of a vector instruction", lambda m: f"{m.issue}; {m.valu}", "ISA documents"),
+    ("clocks of a transcendental", lambda m: f"{m.transcendental}",
+     "chips and cheese, gfx950-gluon-tutorials"),
+    ("clocks of a 32-bit multiply", lambda m: f"{m.multiply}", "ISA documents"),
+    ("clocks of 16-bit matrix instructions",
+     lambda m: _matrix_clocks(m, "f16", 2 if m.name == "gfx950" else 1), "ISA documents' rates"),
+    ("clocks of FP8 matrix instructions", lambda m: _matrix_clocks(m, "fp8", 2), "ISA documents' rates"),
+    ("vector ALU blocked after a matrix instruction", lambda m: f"{m.matrix_shadow} clocks",
+     "AMD's calculator, gfx950-gluon-tutorials"),
+    ("LDS bytes per clock: reads; writes", lambda m: f"{m.lds_read}; {m.lds_write}",
+     "shark-ai LDS guide, gfx950-gluon-tutorials"),
+    ("LDS bytes per clock returned to a pair of SIMDs", lambda m: f"{m.lds_return}", "the same"),
+    ("LDS latency; queue of a pair of SIMDs", lambda m: f"{m.lds_latency} clocks; {m.lds_queue}",
+     "pyhip, gfx950-gluon-tutorials"),
+    ("vector cache; its rate", lambda m: f"{m.l1_bytes // 1024} KB; {m.l1} B per clock",
+     "gfx950-gluon-tutorials"),
+    ("bytes in flight", lambda m: f"{m.in_flight // 1024} KB", "gfx950-gluon-tutorials"),
+    ("latency under load: L2; HBM", lambda m: f"{m.memory_latency}; {m.hbm_latency} clocks",
+     "gfx950-gluon-tutorials; fitted to row 14"),
+    ("HBM rate", lambda m: f"{m.hbm_bytes_per_s / 1e12:.2f} TB/s", "best published"),
+    ("barrier", lambda m: f"{m.barrier} clocks", "fitted to rows 10 and 19"),
+    ("taken branch; scalar load", lambda m: f"{m.branch}; {m.scalar_load} clocks", "assumed"),
+    ("clock in GHz, u = matrix unit's busy share", lambda m: f"{m.clock_idle} - {m.clock_slope} u",
+     "fitted to published rates"),
+    ("clock of the data sheet's peak rates", lambda m: f"{m.clock_peak} GHz", "ISA documents, white papers"),
+]  # fmt: skip
+
+
+def machines_table() -> str:
+    """The figures of the timing model, and where they come from."""
+    machines = [MACHINES[name] for name in ("gfx942", "gfx950")]
+    heads = ["figure", *(f"{machine.name} ({machine.chip})" for machine in machines), "source"]
+    return table(heads, [
+        [what, *(value(machine) for machine in machines), source] for what, value, source in _MACHINE_ROWS
+    ])  # fmt: skip
+
+
+def cp_model_table() -> str:
+    """Modelled decode steps over many GPUs: `narrowkv bench cp --model`."""
+    from narrowkv.testing.bench.context_parallel import Setting
+    from narrowkv.testing.bench.context_parallel_model import LINK_OF_TARGET, predict
+
+    body = []
+    for context in (2**20, 10 * 2**20):
+        for world in (8, 16, 72):
+            cells = [str(world), str(context)]
+            for target in ("gfx942", "gfx950"):
+                step = predict(Setting(), world, context, 1, target=target, link=LINK_OF_TARGET[target])
+                cells += [f"{step.one_gpu_us:.0f}", f"{step.step_us:.0f}", f"{step.speedup:.1f}"]
+            body.append(cells)
+    heads = ["GPUs", "tokens", "one MI300X", "step", "speed-up", "one MI355X", "step", "speed-up"]
+    return table(heads, body)
+
+
 def amd_source(name: str) -> str:
     """The versions and the command of a file of `tools/amd_figures.py`."""
     found = load(name)
@@ -618,13 +741,16 @@ def amd_source(name: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "capacity": capacity_table,
-    **{f"amd-code {name}": partial(amd_code_table, name) for name in ("decode", "prefill")},
+    **{f"amd-code {name}": partial(amd_code_table, name) for name in ("decode", "prefill", "sparse")},
     **{
         f"amd-model {name} {target}": partial(amd_model_table, name, target)
         for name in ("families", "large")
         for target in ("gfx942", "gfx950")
     },
     "amd-goals": goals_table,
+    "amd-machines": machines_table,
+    "cp-model": cp_model_table,
+    "goals": measured_goals_table,
     "decode": decode_table,
     "fp4": fp4_table,
     "peers": peers_table,

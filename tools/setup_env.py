@@ -2,8 +2,9 @@
 
 Called by the Makefile. What it promises: a torch or triton that the calling Python already has is used and
 never replaced (a constraints file pins both, so pip must fail rather than change them), and a torch for ROCm
-that is too old ends the set-up before pip is asked; what is missing is installed; every package of the
-workspace is installed editable.
+that is too old, or whose Triton is, ends the set-up before pip is asked; what is missing is installed; where
+Triton is too old otherwise, the environment gets one of its own; every package of the workspace is installed
+editable.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 10)
-OLDEST_TORCH = (2, 10)
+OLDEST_TORCH = (2, 11)
+OLDEST_TRITON = (3, 8)
+# Of AMD's wheels, which require the fork of Triton that belongs to them.
+ROCM_INDEX = "https://repo.amd.com/rocm/whl-multi-arch/"
 # The distributions that may carry the module: ROCm builds go by other names.
 DISTRIBUTIONS = {
     "torch": ("torch",),
@@ -41,6 +45,11 @@ BUILD = (
     "said = runpy.run_path(str(file)) if file and file.exists() else {}\n"
     "print(said.get('__version__', ''), said.get('hip') or '')"
 )
+# What torch requires of Triton, or nothing.
+REQUIRED = (
+    "import importlib.metadata as m\n"
+    "print(*(r for r in m.requires('torch') or () if r.startswith(('triton', 'pytorch-triton'))))"
+)
 
 
 def say(text: str) -> None:
@@ -60,32 +69,48 @@ def has_module(python: Path, module: str) -> bool:
     return subprocess.run([python, "-c", PROBE.format(module=module)], cwd=ROOT).returncode == 0
 
 
+def output_of(python: Path, code: str) -> str:
+    """What `python` prints for `code`; empty if that fails."""
+    return subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def installed_pin(python: Path, module: str) -> str | None:
     """`name==version` of the distribution that provides `module`, or None where it has no metadata."""
-    code = VERSION.format(names=DISTRIBUTIONS[module])
-    return (
-        subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
-    )
+    return output_of(python, VERSION.format(names=DISTRIBUTIONS[module])) or None
+
+
+def is_older(version: str, oldest: tuple[int, int]) -> bool:
+    """Whether a version such as "3.8.0+git2f1c" is older than major and minor version."""
+    return tuple(map(int, version.split("+")[0].split(".")[:2])) < oldest
+
+
+def triton_too_old(python: Path) -> str | None:
+    """The version of the Triton that `python` has, if it is too old for the packages."""
+    version = output_of(python, "import triton; print(triton.__version__)")
+    return version if version and is_older(version, OLDEST_TRITON) else None
 
 
 def refuse_old_rocm(python: Path) -> None:
-    """Ends the set-up where `python` has a torch for ROCm that is too old for the packages.
+    """Ends the set-up where `python` has a torch for ROCm that is too old for the packages, or its Triton is.
 
-    Their requirement would have pip replace it with the index's build, which is for CUDA.
+    The packages' requirement would have pip replace torch with the index's build, which is for CUDA.
     """
-    words = subprocess.run([python, "-c", BUILD], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    words = output_of(python, BUILD).split()
     if len(words) < 2:  # no torch, or one that is not for ROCm
         return
     version, rocm = words
-    if tuple(map(int, version.split("+")[0].split(".")[:2])) < OLDEST_TORCH:
-        oldest, short = ".".join(map(str, OLDEST_TORCH)), ".".join(rocm.split(".")[:2])
-        index = f"https://download.pytorch.org/whl/rocm{short}"
-        sys.exit(
-            f"[set-up] torch {version} of {python} is for ROCm {rocm} and older than {oldest}; pip would "
-            "replace it with a build for CUDA. Install one for ROCm first:\n"
-            f"  {python} -m pip install 'torch>={oldest}' --index-url {index}\n"
-            "or start from a Python that has one: make setup PYTHON=/path/to/python"
-        )
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    if is_older(version, OLDEST_TORCH):
+        fault = f"older than {oldest}; pip would replace it with a build for CUDA"
+    elif triton := triton_too_old(python):
+        fault = f"beside Triton {triton}, which is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    else:
+        return
+    sys.exit(
+        f"[set-up] torch {version} of {python} is for ROCm {rocm} and {fault}. Install AMD's first:\n"
+        f"  {python} -m pip install --upgrade 'torch>={oldest}' --index-url {ROCM_INDEX}\n"
+        "or start from a Python that has it: make setup PYTHON=/path/to/python"
+    )
 
 
 def create(folder: Path) -> None:
@@ -136,6 +161,9 @@ def main() -> None:
             call(*pip, "install", *shlex.split(requirement))
 
     pins = [pin for module in DISTRIBUTIONS if (pin := installed_pin(python, module))]
+    required = output_of(python, REQUIRED)
+    # A Triton that was installed here beside a torch that requires another: pip would find no solution.
+    pins = [pin for pin in pins if not (required and pin.startswith("triton==") and pin not in required)]
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(f"{pin}\n" for pin in pins))
 
@@ -147,6 +175,9 @@ def main() -> None:
     editables = [part for project in projects for part in ("--editable", project)]
     if editables:
         call(*pip, "install", "--quiet", "--constraint", constraints, "--no-build-isolation", *editables)
+    if too_old := triton_too_old(python):  # pip puts back what torch requires, so this comes last
+        say(f"triton: installing {options.triton} in place of {too_old}, in {folder} only")
+        call(*pip, "install", "--no-deps", *shlex.split(options.triton))
     say("done")
 
 

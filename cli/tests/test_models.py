@@ -13,13 +13,12 @@ import pytest
 from cli_support import document, narrowkv
 
 from narrowkv.cli import machine_report
+from narrowkv.cli.modelled import parse_call
 from narrowkv.quant import Calibration
 from narrowkv.testing.accuracy import Score
 from narrowkv.testing.accuracy.evaluate import frontier
 from narrowkv.testing.accuracy.tiny_lm import TinySizes
 from narrowkv.testing.bench import comparison
-from narrowkv.testing.cases import parse_case
-from narrowkv.testing.cases.decode import DecodeCase
 from narrowkv.testing.codegen import compile_call
 from narrowkv.testing.model import model_call
 from narrowkv.testing.operations import OPERATIONS
@@ -69,13 +68,13 @@ def test_the_frontier_has_no_recipe_that_another_of_as_few_bits_beats() -> None:
 
 def test_a_case_and_the_assembly_of_another_kernel_are_modelled(tmp_path: Path) -> None:
     line = "lens=512,head_dim=64,kv_heads=1,split=none,format=bf16"
-    inputs = parse_case(DecodeCase, line).inputs()
-    (launch,) = model_call("gfx942", inputs.call)
+    family = parse_call(f"decode:{line}")
+    (launch,) = model_call("gfx942", family.call, hbm_share=family.hbm_share)
     assert launch.prediction.has_addresses
     assert launch.full.loop is not None
     assert launch.full.loop.passes >= 8
     assert launch.full.seconds > launch.prediction.seconds  # this call leaves most of the chip idle
-    (artifact,) = compile_call("gfx942", inputs.call)
+    (artifact,) = compile_call("gfx942", family.call)
     peer = tmp_path / "peer.amdgcn"
     peer.write_text(artifact.assembly)
     result = narrowkv(f"inspect model --target gfx942 --case decode:{line} --peer {peer} --json")

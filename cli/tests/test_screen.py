@@ -25,6 +25,9 @@ TARGETS = ("gfx942", "gfx950")
 KERNEL = KernelCode("_kernel", 128, 0, 40, 0, 0, 0, 8192, 2, 4, 0, {"v_mfma_f32_16x16x16_f16": 8}, {}, 0.25)
 PEERS = {"torch sdpa": None, "aiter": None, "flashinfer": None}
 ABSENT = {"torch sdpa": None, "aiter": "not installed", "flashinfer": "not installed"}
+MAIN = contract_sets()["glm-gqa12"].contracts
+COUNT = len(MAIN)
+DECODES = [i for i, contract in enumerate(MAIN) if contract.operation == DECODE]
 
 
 def seen(name: str = "glm-gqa12", place: Place = CPU, absent: dict[str, Any] = ABSENT) -> ProbeRun:
@@ -95,15 +98,16 @@ def test_the_main_set_says_what_was_tested_and_what_follows() -> None:
     for words in (
         "96 query heads over 8 KV heads (GQA 12)", "batch 4, context 1024", "this CPU", "interpreted",
         "gfx942 code", "torch sdpa", "pages of 1, 16, 64 tokens", "bound 2.0e-03", "bf16 524k",
-        "decode bound by memory, issue 0.25-0.54 of it (model)", "aiter, flashinfer: not installed",
-        "39 pass, 0 fail", "probe glm-gqa12 --full", "624 of 4992 workgroups",
+        f"decode bound by memory, issue 0.25-{0.25 + DECODES[-1] / 100:.2f} of it (model)",
+        "aiter, flashinfer: not installed", f"{COUNT} pass, 0 fail", "probe glm-gqa12 --full",
+        f"{8 * 2 * COUNT} of {64 * 2 * COUNT} workgroups",
     ):  # fmt: skip
         assert words in text
 
 
 OWN, PEER = "narrowkv", "torch sdpa"
 MANY_REASONS = {
-    (i, OWN, "gfx942"): {"status": FAIL, "detail": f"reason {i} " + "of many " * 9} for i in range(39)
+    (i, OWN, "gfx942"): {"status": FAIL, "detail": f"reason {i} " + "of many " * 9} for i in range(COUNT)
 }
 
 
@@ -112,11 +116,11 @@ MANY_REASONS = {
     [
         pytest.param(
             {(2, OWN, "cpu"): {"status": FAIL, "relative_l1": 0.5, "detail": "too large"}},
-            (r"^bf16 .*FAIL 5.00e-01", "38 pass, 1 fail", "too large"), id="a large error",
+            (r"^bf16 .*FAIL 5.00e-01", f"{COUNT - 1} pass, 1 fail", "too large"), id="a large error",
         ),
         pytest.param(
             {(2, OWN, "cpu"): {"status": FAIL, "relative_l1": math.nan}},
-            (r"^bf16 .*FAIL nan", "38 pass, 1 fail"), id="NaN",
+            (r"^bf16 .*FAIL nan", f"{COUNT - 1} pass, 1 fail"), id="NaN",
         ),
         pytest.param(
             {(2, OWN, "cpu"): {"status": FAIL, "relative_l1": None, "detail": "fell over"}},
@@ -131,11 +135,12 @@ MANY_REASONS = {
                 (0, PEER, "cpu"): {"status": REFUSED, "detail": "TypeError: not so"},
                 (3, PEER, "cpu"): {"status": INEXACT, "relative_l1": 3e-3},
             },
-            ("refused 1/6", "torch sdpa: TypeError: not so", "over 3.00e-03", "39 pass, 0 fail"),
+            ("refused 1/6", "torch sdpa: TypeError: not so", "over 3.00e-03", f"{COUNT} pass, 0 fail"),
             id="peers do not decide",
         ),
         pytest.param(
-            MANY_REASONS, ("more reasons: see --full", "39 contracts: 0 pass, 39 fail"), id="many reasons",
+            MANY_REASONS,
+            ("more reasons: see --full", f"{COUNT} contracts: 0 pass, {COUNT} fail"), id="many reasons",
         ),
     ],
 )  # fmt: skip
@@ -154,8 +159,8 @@ def test_code_that_spills_fails_its_cell_and_says_how_much() -> None:
     bad = {(4, "gfx950"): Compiled("gfx950", FAIL, "_kernel spills 7 registers", spilling)}
     text = "\n".join(rendered(replace(found, compiled={**found.compiled, **bad}), code=ExitCode.NUMERICAL))
     for words in (
-        "1 of 39 calls spill: 7 registers, 32 bytes of scratch", "FAIL", "_kernel spills 7 registers",
-        "38 pass, 1 fail",
+        f"1 of {COUNT} calls spill: 7 registers, 32 bytes of scratch", "FAIL", "_kernel spills 7 registers",
+        f"{COUNT - 1} pass, 1 fail",
     ):  # fmt: skip
         assert words in text
 
@@ -166,9 +171,9 @@ def test_a_run_that_was_cut_short_says_what_was_not_run() -> None:
     code = {key: c for key, c in found.compiled.items() if key[0] < 1}
     text = "\n".join(rendered(replace(found, answers=kept, compiled=code)))
     assert "not run 4/6" in text
-    assert "2 pass, 0 fail, 37 not run" in text or "1 pass, 0 fail, 38 not run" in text
+    assert f"2 pass, 0 fail, {COUNT - 2} not run" in text or f"1 pass, 0 fail, {COUNT - 1} not run" in text
     nothing = "\n".join(rendered(replace(found, answers={}, compiled={})))
-    assert "39 not run" in nothing
+    assert f"{COUNT} not run" in nothing
     assert "interrupted before it was compiled" in nothing
 
 
@@ -190,12 +195,17 @@ def test_capacity_is_beside_bf16_even_where_it_was_not_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_issue", "words"), [(8, "bound by memory in 22/30"), (30, "decode bound by issue")]
+    ("by_issue", "words"),
+    [
+        (8, f"bound by memory in {len(DECODES) - 8}/{len(DECODES)}"),
+        (len(DECODES), "decode bound by issue"),
+    ],
+    ids=["some", "all"],
 )
 def test_the_code_of_a_target_is_one_line_whatever_bounds_it(by_issue: int, words: str) -> None:
     found = seen()
     model = {"bound_by": "issue", "issue_over_memory": 1.07}
-    slow = {(i, "gfx950"): replace(found.compiled[i, "gfx950"], model=model) for i in range(by_issue)}
+    slow = {(i, "gfx950"): replace(found.compiled[i, "gfx950"], model=model) for i in DECODES[:by_issue]}
     lines = rendered(replace(found, compiled={**found.compiled, **slow}))
     (line,) = (line for line in lines if line.startswith("gfx950 code"))
     assert words in line

@@ -84,7 +84,9 @@ WITHOUT_A_TABLE = {
 
 
 def options_of(command: Any) -> set[str]:
-    return {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    """The long options of a command, those that switch something off (`--full/--quick`) too."""
+    names = (name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts))
+    return {name for name in names if name.startswith("--")}
 
 
 def test_every_operation_has_its_command_and_every_command_the_options_of_its_results() -> None:

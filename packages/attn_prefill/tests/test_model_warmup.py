@@ -108,12 +108,9 @@ def test_a_thousand_random_batches_compile_nothing(
 
 _KEYS_OF = """
 import importlib, sys
-from narrowkv.runtime.launch.cache_key import settle_cache_key
 kernels = [getattr(importlib.import_module(module), name) for module, name in map(str.split, sys.argv[1:])]
 if len(kernels) % 2:
     print({kernels.pop(): "a dictionary asks for a hash"} and "")
-for kernel in kernels:
-    settle_cache_key(kernel, {})
 print(*(f"{kernel.__name__}={kernel.cache_key}" for kernel in kernels))
 """
 

@@ -417,8 +417,7 @@ class Encoding:
         """What the kernel was given last."""
         call = self.launched[-1]
         assert call[:5] == (5, 1, 1, 99, 17)
-        # Triton 3.6 passes arguments one by one.
-        return list(call[-1]) if isinstance(call[-1], tuple | list) else list(call[-12:])
+        return list(call[-1])
 
 
 def _described(rows: torch.Tensor) -> TensorDescriptor:

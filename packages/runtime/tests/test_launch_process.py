@@ -111,16 +111,20 @@ def test_threads_parse_kernels_at_once() -> None:
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_interrupts_at_any_instant_of_a_launch(seed: int) -> None:
-    """The first of them come while the interpreter is loaded."""
+    """The first of them come while the interpreter is loaded, the others within the time of a launch."""
     done = _run(f"""
-import random, signal
+import random, signal, time
 from test_launch_process import check_interpreting, check_compiling
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 random.seed({seed})
-caught = 0
+caught, longest = 0, 0.1
 for k in range(150):
+    if k == 30:
+        begun = time.perf_counter()
+        check_interpreting()
+        longest = time.perf_counter() - begun
     try:
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 0.1 if k < 30 else 0.004))
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, longest))
         check_interpreting()
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:

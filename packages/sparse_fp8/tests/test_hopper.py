@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from narrowkv.runtime.launch import executing
-from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import device_target, get_target
 from narrowkv.sparse_fp8 import DSV4Rows, KVSource, config, plan_sparse, sparse_prefill_reference
 from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
@@ -21,7 +20,6 @@ from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCall, Spars
 
 W = SparseCase.small
 SM90 = get_target("sm90")
-needs_gluon = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 
 
 def _takes_hopper(target="sm90", *, kernel="16bit", num_heads=64, tiles=4):
@@ -32,7 +30,6 @@ def _takes_hopper(target="sm90", *, kernel="16bit", num_heads=64, tiles=4):
     return chosen if specialised_pays(chosen, tiles) else None
 
 
-@needs_gluon
 def test_it_is_taken_where_it_was_measured_to_be_faster():
     assert _takes_hopper(tiles=1)
     assert _takes_hopper(kernel="fused", tiles=3)
@@ -43,7 +40,6 @@ def test_it_is_taken_where_it_was_measured_to_be_faster():
         assert not _takes_hopper(target)
 
 
-@needs_gluon
 @pytest.mark.parametrize("kernel", ["16bit", "fused"])
 @pytest.mark.parametrize(("heads", "block"), [(8, 16), (16, 16), (32, 32), (64, 64)])
 def test_few_heads_have_a_kernel_that_pads_none(kernel, heads, block):
@@ -52,7 +48,6 @@ def test_few_heads_have_a_kernel_that_pads_none(kernel, heads, block):
     assert few.stages
 
 
-@needs_gluon
 # Tokens, heads, tiles of a token; splits at which the measured time is least, or within 3% of it.
 @pytest.mark.parametrize(
     ("tokens", "heads", "tiles", "best"),
@@ -65,11 +60,6 @@ def test_splits_are_those_that_were_measured_to_be_fastest(tokens, heads, tiles,
     chosen = specialised_config(SM90, kernel="fused", num_heads=heads)
     programs = tokens * chosen.head_blocks(heads)
     assert config.choose_splits(SM90, chosen, programs, tiles, tokens * heads * 2048) in best
-
-
-def test_a_triton_without_gluon_runs_the_plain_kernels(monkeypatch):
-    monkeypatch.setattr(config, "has_gluon", lambda *_: False)
-    assert not _takes_hopper()
 
 
 def _suits(inputs, **changes):
@@ -97,7 +87,6 @@ def test_what_it_can_read():
         assert not _suits(narrow, prefix=KVSource(rows, narrow.prefix.indptr, narrow.prefix.indices))
 
 
-@needs_gluon
 def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel():
     class Sm90:
         """Launches nothing; calls inside are planned as on a Hopper GPU."""
@@ -125,7 +114,6 @@ def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel():
 
 
 @pytest.mark.gpu
-@needs_gluon
 @pytest.mark.parametrize("way", WAYS_OF_SPECIALISED)
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_it_agrees_with_the_reference(way, heads, monkeypatch):

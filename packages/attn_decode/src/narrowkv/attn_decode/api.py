@@ -75,8 +75,8 @@ def paged_decode(
         batch_invariant: the result of a sequence has the same bits alone and in any batch, with any width of
             the page table; see `plan_decode`, which says what it costs.
         plan: from `plan_decode`, which also forces kernels and splits; without one, a plan is made for these
-            shapes and kept. With one nothing is allocated but outputs that were not given. There is no host
-            synchronisation either way, so the call can be captured in a graph.
+            shapes and kept. A call with a plan allocates only outputs that were not given. No call waits
+            for the device, so it can be captured in a graph.
         **options: `lse` and `validate`: see `DecodeOptions`.
 
     Returns:

@@ -126,8 +126,8 @@ def bind_cache(cache: PagedKVCache, target: Target, config: DecodeConfig) -> Bou
 def _has_own_conversion(side: Side, mode: str, descale: Descale, head_dim: int) -> bool:
     """Whether gfx950's conversion applies to FP4 words: see `fp4_quads_cdna4` and `widen_groups_cdna4`.
 
-    A lane must hold four adjacent words, which the compiler does where it knows rows to begin at multiples of
-    16 bytes. There is one scale a head, or those of a key's groups are one integer.
+    It takes few instructions where a lane loads four adjacent words: the compiler does so if it knows rows to
+    begin at multiples of 16 bytes. There is one scale a head, or those of a key's groups are one integer.
 
     Args:
         side, mode, descale: of K or V.

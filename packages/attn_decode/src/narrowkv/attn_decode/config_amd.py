@@ -7,7 +7,6 @@ import torch
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
-from narrowkv.runtime.toolchain import TRITON
 
 
 def amd_tile(
@@ -39,8 +38,6 @@ def amd_tile(
     native, narrow_head = kernel == "native", head_dim <= 128
     warps = 1 if block_m <= 32 else 4
     block_n = 16 if not narrow_head else 32 if k_format in ("bf16", "fp16") else 64
-    if TRITON < (3, 7) and target.name == "gfx942" and scale_group == 16 and q_len > 1:
-        block_n = min(block_n, 32)  # Triton 3.6 spills 16 vector registers at 64 keys
     if native:
         # The compiler lowers a scaled dot of one wave to bf16 multiplications.
         warps = max(warps, 2)

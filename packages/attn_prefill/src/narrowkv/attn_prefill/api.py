@@ -58,8 +58,8 @@ def batch_prefill(
         out: where to write, `[tokens, num_qo_heads, head_dim]`, bf16, fp16 or fp32; it must not overlap any
             other tensor of the call.
         plan: from `plan_prefill`, which can also be told bounds that shapes do not show; without one, a plan
-            is made for the call. With one there is no allocation but outputs that were not given, and no host
-            synchronisation either way, so the call can be captured in a graph.
+            is made for the call. A call with a plan allocates only outputs that were not given. No call
+            waits for the device, so it can be captured in a graph.
         **options: `out_dtype`, `return_lse`, `lse`, `validate` and `batch_invariant`: see `PrefillOptions`.
 
     Returns:
@@ -132,8 +132,8 @@ def prefill_append(
         fp8_compute: multiply queries and old tokens on FP8 matrix units, queries as two FP8 terms (FP8
             caches only).
         sm_scale, logits_soft_cap, window_left, sinks, out: as for `batch_prefill`.
-        plan: from `plan_append`; without one, a plan is made for the call. With one there is no allocation
-            but outputs that were not given, and no host synchronisation either way.
+        plan: from `plan_append`; without one, a plan is made for the call. A call with a plan allocates only
+            outputs that were not given. No call waits for the device.
         **options: `out_dtype`, `return_lse`, `lse` and `validate`: see `AppendOptions`.
 
     Returns:

@@ -197,8 +197,8 @@ def few_classes(
 ) -> tuple[list[FewClass], int]:
     """The classes of few query tokens that a call of this shape can have, and the fewest of all others.
 
-    A class has a launch only if its sequences could take longer than that launch without it. Of one sequence
-    the number of query tokens is known.
+    A class has a launch only if its sequences could take longer than that launch without it. The number
+    of query tokens of a single sequence is known.
 
     Returns:
         The classes, in the order of query tokens; and the fewest query tokens of sequences that are in none

@@ -133,10 +133,10 @@ class PrefillPlan(PlanBase):
         prepares its launches; later calls with the same ones only launch.
         """
         get = options.get
-        if options:
+        if not PREFILL_OPTIONS.issuperset(options):
             refuse_keywords("batch_prefill", options, PREFILL_OPTIONS)
-            if get("batch_invariant") and not self.batch_invariant:
-                raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
+        if get("batch_invariant") and not self.batch_invariant:
+            raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
         given = (
             q, None, None, cache, page_table, cu_seqlens_q, None, causal, sm_scale, q_descale,
             logits_soft_cap, window_left, window_right, sinks, out, get("out_dtype"),
@@ -166,7 +166,7 @@ class AppendPlan(PrefillPlan):
         **options: Unpack[AppendOptions],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`prefill_append` by this plan: the same arguments and results; see `PrefillPlan.run`."""
-        if options:
+        if not APPEND_OPTIONS.issuperset(options):
             refuse_keywords("prefill_append", options, APPEND_OPTIONS)
         get = options.get
         given = (

@@ -27,7 +27,6 @@ from narrowkv.paged_cache.kinds import CACHE_KINDS, fp4_scales, kind_of_cache
 from narrowkv.paged_cache.storing import store_of
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import Workspace, active_target, is_compiled
-from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.launch.path import executor
 from narrowkv.runtime.targets import Target
 
@@ -39,7 +38,6 @@ def can_pipeline(target: Target, q_dtype: torch.dtype, cache: PagedKVCache) -> b
     return (
         target.name == "sm90"
         and is_compiled(cache.k)
-        and has_gluon()
         and cache.head_dim in (64, 128, 256)
         and not any(per_key(cache.k_granularity, cache.v_granularity))
         and key_type(q_dtype, cache.format.k) == q_dtype
@@ -77,7 +75,7 @@ def plan_prefill(
         max_kv_tokens: the most keys of all sequences together. It bounds the scratch of widened keys, which
             an engine's wide block table would otherwise make large. In a call with more keys than the bounds
             allow, rows that see keys which the scratch lacks are NaN; with `validate` it is refused.
-        kernel: forces "dense", "fused" or "decode".
+        kernel: forces "dense", "fused", "split" or "decode".
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
         batch_invariant: choose kernel, tiles and splits by the model alone, so that a sequence's result has

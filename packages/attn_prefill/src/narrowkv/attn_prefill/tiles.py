@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
 from narrowkv.runtime.launch import LaunchOptions
-from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import TARGETS, Target, least_columns
 
 # Keys of a 16-bit cache stay in their pages where this many tiles of rows read them at most, and from so many
@@ -40,14 +39,14 @@ def compute_units_of(target: Target) -> int:
 
 
 def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
-    """Of programs that widen a block of keys each: a warp has sixteen of its rows, on NVIDIA eight.
+    """Options of programs that widen a block of keys each: a warp has 16 of its rows, on NVIDIA 8.
 
     With sixteen a thread of sm90 takes up to 235 registers, so that one program fills a multiprocessor. CDNA
     keeps the masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims take
-    twice the waves there (Triton 3.6 to 3.8 put up to 46 scalars into vector lanes otherwise).
+    twice the waves there (Triton 3.8 puts up to 46 scalars into vector lanes otherwise).
 
-    Of programs of blocks of 128, before the pipelined kernel, two share a multiprocessor of sm90 at 64
-    registers instead of one, which is worth a few spills. H200, an append to an FP8 cache, 8 KV heads,
+    Before the pipelined kernel blocks have 128 keys. At 64 registers two programs share a multiprocessor of
+    sm90 instead of one, which is worth a few spills. H200, an append to an FP8 cache, 8 KV heads,
     16 tokens a program: 1k over 4k 22.3 and 18.2 us, 128 over 32k 89 and 70.
     """
     masks = target.is_amd and head_dim not in (64, 128)
@@ -165,7 +164,7 @@ def _amd_dense_config(
     )
     ahead = not gfx950 and head_dim <= 128
     config = PrefillConfig("dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options)
-    turns = gfx950 and head_dim == 128 and plain and splits == 1 and rows >= 256 and has_gluon("cdna_turns")
+    turns = gfx950 and head_dim == 128 and plain and splits == 1 and rows >= 256
     if not turns or shape.row_tiles(256) * shape.num_kv_heads < compute_units_of(target):
         return config
     own = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=f"{_NO_PACKED_FP32},{_ITERATIVE_ILP}")

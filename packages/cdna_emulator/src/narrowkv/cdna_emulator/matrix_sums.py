@@ -65,7 +65,7 @@ def hardware_sum(a: Array, b: Array, c: Array, kinds: tuple[str, str], target: s
         target: whose FP8 formats they are.
 
     Returns:
-        ``[..., M, N]`` fp64 that hold fp32 numbers. Where a sum is infinite or not a number, that of fp64.
+        ``[..., M, N]`` fp64 that hold fp32 numbers. An infinite sum or a NaN is that of fp64.
     """
     left, right = a[..., :, None, :], b[..., None, :, :]
     size = GROUPS[kinds[0]]

@@ -167,36 +167,52 @@ def _fp4_nibble(word, INDEX: tl.constexpr):
 
 @triton.jit
 def fp4_quads_cdna4(x, scale, UNIFORM: tl.constexpr):
-    """The four bytes of pairs of int16 words as pairs of float16, times `scale`: a power of two a word.
+    """FP4 as float16 in four tiles of pairs, times a power of two; see `widen_parts`, route "cdna4".
 
-    gfx950's instruction converts the two nibbles of a byte. Four adjacent words share the scale of the first,
-    with UNIFORM all words do.
+    gfx950's instruction converts the two nibbles of a byte. The assembly works on elements of 32 bits, each
+    on its own, because the compiler may give a lane the elements of a tile in any order.
 
     The compiler inserts no wait states around inline assembly, so the `s_nop`s do: 3 before, because a matrix
     instruction of 4 passes may still read a register that is written here; 2 after, before a matrix
     instruction may read a result.
+
+    Args:
+        x: int16 words `[N, W]` of four nibbles.
+        scale: float32 `[N, W / 2]`, the factor of two adjacent words.
+        UNIFORM: whether all factors are one number.
+
+    Returns:
+        Four tiles `[N, W]`: columns `2 * c` and `2 * c + 1` of tile i are byte i of the words `2 * c` and
+        `2 * c + 1` as one 32-bit number.
     """
-    return tl.inline_asm_elementwise(
+    N: tl.constexpr = x.shape[0]
+    W: tl.constexpr = x.shape[1]
+    low, high = tl.split(tl.reshape(x, [N, W // 2, 2]))
+    bytes_of_pairs = tl.inline_asm_elementwise(
         """
         s_nop 2
         v_cvt_scalef32_pk_f16_fp4 $0, $8, $10
         v_cvt_scalef32_pk_f16_fp4 $2, $8, $10 op_sel:[1,0,0]
         v_cvt_scalef32_pk_f16_fp4 $4, $8, $10 op_sel:[0,1,0]
         v_cvt_scalef32_pk_f16_fp4 $6, $8, $10 op_sel:[1,1,0]
-        v_cvt_scalef32_pk_f16_fp4 $1, $9, $10
-        v_cvt_scalef32_pk_f16_fp4 $3, $9, $10 op_sel:[1,0,0]
-        v_cvt_scalef32_pk_f16_fp4 $5, $9, $10 op_sel:[0,1,0]
-        v_cvt_scalef32_pk_f16_fp4 $7, $9, $10 op_sel:[1,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $1, $9, $11
+        v_cvt_scalef32_pk_f16_fp4 $3, $9, $11 op_sel:[1,0,0]
+        v_cvt_scalef32_pk_f16_fp4 $5, $9, $11 op_sel:[0,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $7, $9, $11 op_sel:[1,1,0]
         s_nop 1
         """,
-        "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,s,s,s,s"
-        if UNIFORM
-        else "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,v,v,v,v",
-        [x, scale],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,s,s" if UNIFORM else "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,v,v",
+        [(low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16), scale],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
-        pack=4,
+        pack=2,
     )
+    tiles = ()
+    for i in tl.static_range(4):
+        pair = tl.join(bytes_of_pairs[i].to(tl.int16), (bytes_of_pairs[i] >> 16).to(tl.int16))
+        # Triton's language does not unpack tuples.
+        tiles = tiles + (tl.reshape(pair, [N, W]).to(tl.float16, bitcast=True),)  # noqa: RUF005
+    return tiles
 
 
 @triton.jit
@@ -262,7 +278,7 @@ def _fp4_quads(x, ROUTE: tl.constexpr):
         )
     elif ROUTE == "cdna4":
         # With this factor every result is a normal float16.
-        return fp4_quads_cdna4(x, tl.full(x.shape, 2.0**-13, tl.float32), True)
+        return fp4_quads_cdna4(x, tl.full([x.shape[0], x.shape[1] // 2], 2.0**-13, tl.float32), True)
     else:
         return _fp4_nibble(x, 0), _fp4_nibble(x, 1), _fp4_nibble(x, 2), _fp4_nibble(x, 3)
 

@@ -70,22 +70,23 @@ def widen_groups_cdna4(
         is less than 2**-36 of that becomes zero. A NaN scale stays with its group.
     """
     N: tl.constexpr = words.shape[0]
-    RUN: tl.constexpr = words.shape[1] // GROUPS
-    words = tl.reshape(words, [N, GROUPS, RUN])
+    W: tl.constexpr = words.shape[1]
     if E4M3:
         largest = tl.zeros([N], tl.uint8)
-        factor = tl.full([N, GROUPS, RUN], 2.0**-13, tl.float32)
-        times = e4m3_to_fp16(_bytes_of_rows(scales, GROUPS).to(tl.uint8), True)[:, :, None]
+        factor = tl.full([N, W // 2], 2.0**-13, tl.float32)
+        times = e4m3_to_fp16(_bytes_of_rows(scales, GROUPS).to(tl.uint8), True)
+        times = tl.reshape(tl.broadcast_to(times[:, :, None], [N, GROUPS, W // GROUPS]), [N, W])
     else:
         # The instruction multiplies by the power of two in the exponent field of a float32.
         fields, top = _relative_fields(scales, GROUPS)
         largest = top.to(tl.uint8)
         factor = (_bytes_of_rows(fields, GROUPS) << 23).to(tl.float32, bitcast=True)
-        factor = tl.broadcast_to(factor[:, :, None], [N, GROUPS, RUN])
+        factor = tl.broadcast_to(factor[:, :, None], [N, GROUPS, W // 2 // GROUPS])
+        factor = tl.reshape(factor, [N, W // 2])
     quads = fp4_quads_cdna4(words, factor, E4M3)
     parts = ()
     for i in tl.static_range(4):
         part = quads[i] * times if E4M3 else quads[i]
         # Triton's language does not unpack tuples.
-        parts = parts + (tl.reshape(part, [N, GROUPS * RUN]).to(DTYPE),)  # noqa: RUF005
+        parts = parts + (part.to(DTYPE),)  # noqa: RUF005
     return parts, largest

@@ -225,7 +225,7 @@ def least_columns(target: Target, rows: int) -> int:
 
     The columns of Q K^T are a tile's keys, those of P V the channels of one part of V. On sm90 products of
     warpgroups with 32 columns or fewer beside wider ones come out wrong for some tiles (relative L1 0.2 to
-    1e8), or read shared memory that is not theirs: Triton 3.6 and 3.8, H200. Where they came out right they
+    1e8), or read shared memory that is not theirs: Triton 3.6 and 3.8, H200. Those with right results
     were slower. Tiles of prefill, decode and Sage keep to this: see `tests/test_tiles.py`.
     """
     return 64 if target.is_nvidia and rows >= WARPGROUP_ROWS else 1

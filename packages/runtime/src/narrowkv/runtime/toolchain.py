@@ -1,39 +1,59 @@
-"""Checks at import that a supported Triton is installed, and explains how to get one if not."""
+"""Checks at import that a supported Triton is installed, and gives the line that installs one if not."""
 
 from __future__ import annotations
 
-OLDEST_TRITON = (3, 6)
-_HOW_TO_GET_IT = (
-    "On ROCm and CUDA install the triton that belongs to your torch (ROCm builds go by other names than "
-    "`triton`, and the plain one would be laid over them). With a CPU-only torch: pip install 'triton>=3.6'"
-)
+import re
+
+import torch
+
+__all__ = ["OLDEST_TRITON", "TRITON", "TritonVersionError", "require_triton"]
+
+OLDEST_TRITON = (3, 8)
+_INSTALL = "pip install triton==3.8.0"
+# AMD's wheels of torch require the wheel of AMD's fork of Triton that belongs to them.
+_INSTALL_ROCM = "pip install --upgrade 'torch>=2.11' --index-url https://repo.amd.com/rocm/whl-multi-arch/"
 
 
-def require_triton() -> None:
-    """Raises ImportError, saying what to do, unless Triton 3.6 or later can be imported.
+class TritonVersionError(ImportError):
+    """Triton is not installed, or is older than narrowkv supports; the message has the line to run."""
+
+
+def require_triton() -> tuple[int, int]:
+    """Major and minor version of the installed Triton.
+
+    The version is that of the module: its distribution may be `triton`, `triton-rocm` or
+    `pytorch-triton-rocm`, and a fork's version may end in "+git" and a commit.
+
+    Raises:
+        TritonVersionError: Triton cannot be imported, or is older than 3.8.
 
     Example:
-        >>> require_triton()
+        >>> require_triton() >= OLDEST_TRITON
+        True
     """
     try:
         import triton
     except ImportError as error:
-        raise ImportError(
-            f"narrowkv needs triton >= 3.6 and found none. {_HOW_TO_GET_IT}", name="triton"
+        raise TritonVersionError(
+            f"narrowkv needs triton >= 3.8 and found none: {_line_to_run()}", name="triton"
         ) from error
-    if _triton_version() < OLDEST_TRITON:
-        raise ImportError(
-            f"narrowkv needs triton >= 3.6, found {triton.__version__}. {_HOW_TO_GET_IT}", name="triton"
+    major, minor = re.findall(r"\d+", triton.__version__)[:2]
+    version = int(major), int(minor)
+    if version < OLDEST_TRITON:
+        raise TritonVersionError(
+            f"narrowkv needs triton >= 3.8, found {triton.__version__}: {_line_to_run()}", name="triton"
         )
+    return version
 
 
-def _triton_version() -> tuple[int, ...]:
-    import triton
+def _line_to_run() -> str:
+    if torch.version.hip is None:
+        return f"run `{_INSTALL}`"
+    return (
+        f"this torch is for ROCm, so take the Triton of AMD's wheels (`{_INSTALL_ROCM}`), "
+        "not `triton` from PyPI"
+    )
 
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-
-require_triton()
-
-TRITON = _triton_version()
+TRITON = require_triton()
 """Major and minor version of the installed Triton."""

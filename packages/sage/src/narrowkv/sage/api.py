@@ -88,8 +88,8 @@ def sage_attention(
             and `xb:n` are those with `window=(n // 2, n - 1 - n // 2)`.
         cu_seqlens_q, cu_seqlens_k: where sequences begin, int32 or int64 `[batch + 1]`, for sequences of
             different lengths.
-        smooth_k: subtract K's mean over each sequence before quantising. Changes nothing but the error; lse
-            is corrected.
+        smooth_k: subtract K's mean over each sequence before quantising. Only the error changes; lse is
+            corrected.
         smooth_q: also subtract Q's mean over each 128 tokens and add its scores back; for int4, at the price
             of fp32 scratch `[num_qo_heads, q_len / 128, k_len]` a sequence.
         sm_scale: softmax scale, not negative; default `head_dim ** -0.5`.

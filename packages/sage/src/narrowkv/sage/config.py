@@ -78,8 +78,7 @@ def choose_config(
         # tile ahead, and with two stages as well. gfx942: int8 783, 916, 960 (iterative-ilp 987), FP8 703,
         # 974, 1018 (1027). gfx950: int8 1356, 1419, 1556 (1480), FP8 1024, 1587, 1470. Two stages spill with
         # smoothed queries, under Triton 3.8, and on gfx950 beside windows and with int4; without keys ahead
-        # they halve gfx942's rate by LDS bank conflicts. On gfx950 Triton 3.6 takes apart into bytes what is
-        # loaded ahead.
+        # they halve gfx942's rate by LDS bank conflicts.
         if target.native_fp8 is None:
             # gfx90a: int8 products, and FP8 widened. With keys loaded ahead, or at two waves a SIMD, FP8
             # spills 69 vector and 645 scalar registers.
@@ -92,7 +91,7 @@ def choose_config(
         # the first one: 64 registers of a lane, and spills with smoothed FP8 queries.
         return SageConfig(
             128, 64, fp8, order, two_level=False, options=options, reread_q=target.has_scaled_mfma,
-            ahead=gfx942 or TRITON >= (3, 7),
+            ahead=True,
         )  # fmt: skip
     # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless,
     # and costs nothing, as the rescaling of what was summed before is then one multiply-add.

@@ -107,7 +107,7 @@ def sparse_prefill_fp8(
         prefix, extend: as for `sparse_prefill`, with `DSV4Rows` of any layout. In mode "prepass" one of them
             may be 16-bit.
         attn_sink, sm_scale, out, lse, return_lse, validate: as for `sparse_prefill`.
-        mode: "fused" widens rows on the chip and allocates nothing but the results; QK over NoPE multiplies
+        mode: "fused" widens rows on the chip and allocates only the results; QK over NoPE multiplies
             FP8 by FP8 when q is `DSV4Rows` and the target can, else 16-bit q by widened rows; a call that
             fills a Hopper GPU expands such a q to bf16 first, which is exact and faster. "prepass" expands
             FP8 rows once to 16-bit scratch (all rows of a source, or only the named ones when those are

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from narrowkv.runtime.launch import LaunchOptions
-from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, RowLayout
@@ -182,10 +181,10 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool, v4_r
     repeat count once), 4 waves and 16 rows unless stated:
 
     - 16-bit rows, 64 heads. gfx942: one stage 185, two 195, three 210; 32 rows and 8 waves 187. gfx950: one
-      stage 209, two 265 (under Triton 3.6 they spill), three 259; 32 rows and 8 waves spill.
+      stage 209, two 265, three 259; 32 rows and 8 waves spill.
     - The same, 16 heads. gfx942: one stage 234, three 179. gfx950: one stage 306, two 415.
     - FP8 rows, 64 heads. gfx942: one stage 138, two 171, three 173; 32 rows and 8 waves 155. gfx950: one
-      stage 160, two 152; 32 rows 264, which spill with an fp16 query and under Triton 3.6; 32 rows and 8
+      stage 160, two 152; 32 rows 264, which spill with an fp16 query; 32 rows and 8
       waves 228. FNUZ rows 219, and 226 with iterative-ilp; without it an FP8 query spills a register.
     - Rows in FP4 and those with scales for 32 columns spill with 32 rows a tile: 16 for all but V4's.
     - FP8 rows, 16 heads. gfx942 199; two stages 215, but four scalars spill. gfx950 277; 32 rows 215.
@@ -195,16 +194,16 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool, v4_r
     gfx950 = target.name == "gfx950"
     options = LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16)
     if kernel == "16bit":
-        stages = 2 if gfx950 and TRITON >= (3, 8) else 3 if block_h == 64 and not gfx950 else 1
+        stages = 2 if gfx950 else 3 if block_h == 64 else 1
         return _Tiles(block_h, 16, replace(options, num_stages=stages))
     # All columns in one tile: widened once, as loaded. Tiles of 64 pass through LDS as bytes, and every warp
     # widens them itself, twice: 64 heads take 3800 vector instructions of all warps on gfx942 and 5060 on
     # gfx950, not 1700 and 1350.
-    if block_h == 64 and gfx950 and not fp16_query and TRITON >= (3, 8) and v4_rows:
+    if block_h == 64 and gfx950 and not fp16_query and v4_rows:
         # From Triton 3.9 on these are FNUZ rows.
         attrs = "amdgpu-sched-strategy=iterative-ilp" if TRITON >= (3, 9) else None
         return _Tiles(block_h, 32, replace(options, llvm_fn_attrs=attrs), width=512)
-    # Without waves_per_eu=1 Triton 3.6 and 3.8 spill up to 4 scalar registers.
+    # Without waves_per_eu=1 Triton 3.8 spills up to 4 scalar registers.
     stages = 2 if block_h == 64 and not gfx950 else 1
     # With an fp16 query, rows in FP4 spill a register in tiles of 512 columns.
     width = 256 if gfx950 and fp16_query and not v4_rows else 512
@@ -250,13 +249,11 @@ def specialised_config(
     `layouts`: those of quantised rows that it reads.
     """
     fine_scales = any(layout.group < 64 for layout in layouts)
-    if target.name in ("gfx942", "gfx950") and num_heads >= 32 and has_gluon("cdna"):
-        # Older ones spill vector registers on gfx950.
-        least = (3, 9) if kernel == "fused" else (3, 7)
-        if target.name == "gfx950" and least > TRITON:
-            return None
+    if target.name in ("gfx942", "gfx950") and num_heads >= 32:
+        if target.name == "gfx950" and kernel == "fused" and TRITON < (3, 9):
+            return None  # Triton 3.8 spills vector registers
         return _config(kernel, _cdna_tiles(target, kernel, num_heads), fp8_qk=False, family="cdna")
-    if target.name != "sm90" or target.figures is None or not has_gluon():
+    if target.name != "sm90" or target.figures is None:
         return None
     # The kernels for Hopper take a query in bf16.
     return _config(kernel, _hopper_tiles(kernel, num_heads, fine_scales), fp8_qk=False, family="hopper")

@@ -27,10 +27,10 @@ NO_PARTIALS = Partials(None, None, None)
 _SPLITS_AT_ONCE = 8
 _MAX_FIXED = 1024
 _LOG2E = math.log2(math.e)
-# How far, in powers of two, a score may exceed the running maximum before the maximum is updated.
-# Probabilities then stay well within float16; bf16 has the range of float32, where an update is rare. Sums
-# over 2**11 rows stay finite for rows up to 2**84.
-_SLACK = {torch.float16: 8.0, torch.bfloat16: 32.0}
+# How far, in powers of two, a numerator may pass 1 before the reference of the logits is updated, and how far
+# below 1 an update brings the largest. Float16 keeps its range; for bf16 see `softmax.headroom`.
+_SLACK = {torch.float16: 8.0, torch.bfloat16: -24.0}
+_HEADROOM = {torch.float16: 0.0, torch.bfloat16: 32.0}
 
 
 def expand_block(target: Target) -> int:
@@ -136,6 +136,7 @@ def _bind_hopper(
         config.block_k,
         config.stages,
         _SLACK[query.dtype],
+        _HEADROOM[query.dtype],
         *few_heads_registers(config.block_h, rows[0].is_quantized),
     )
     return BoundLaunch(kernel, {"CALL": constexprs}, config.options)

@@ -54,14 +54,14 @@ _NO_SOURCE = _ExpandedSource(None, 0, NO_CSR, 0)
 class SparsePlan(PlannedCall):
     """Sparse attention over rows that are stored in one way, for any number of tokens up to a maximum.
 
-    Made by `plan_sparse`. `run` does not wait for the device. With a maximum it allocates nothing but outputs
-    that are not given, so a graph can capture it and replay it with other rows, index lists and queries in
+    Made by `plan_sparse`. `run` does not wait for the device. With a maximum it allocates only outputs that
+    are not given, so a graph can capture it and replay it with other rows, index lists and queries in
     the same tensors. Two plans are equal only if they are the same object.
 
     Attributes:
         sm_scale: the softmax scale.
         num_splits: programs that share a token's rows; None chooses by the number of tokens.
-        batch_invariant: whether the bits of a token's result depend on nothing but the token.
+        batch_invariant: whether the bits of a token's result depend on the token alone.
         portable: the configuration of the portable kernel.
         specialised: the configuration of a kernel for the target's family, which runs where it is faster and
             can read the call; None on other targets.

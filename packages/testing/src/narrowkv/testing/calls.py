@@ -68,26 +68,31 @@ class LaunchRecorder:
         self._seen.clear()
 
 
-def functions_entered(call: Callable[[], Any]) -> list[str]:
-    """Names of the Python functions that the second of two calls enters.
-
-    The functions of the caller's file and those of the launch path do not count.
-    """
-    names: list[str] = []
-    files = {__file__, call.__code__.co_filename}
+def trace_functions(call: Callable[[], Any]) -> list[tuple[str, str]]:
+    """File and name of each Python function that a call enters, in order."""
+    entered: list[tuple[str, str]] = []
 
     def profile(frame: Any, event: str, argument: object) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file not in files and Path(file).parent.name != "launch":
-            names.append(frame.f_code.co_name)
+        if event == "call":
+            entered.append((frame.f_code.co_filename, frame.f_code.co_name))
 
-    call()
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return names
+    return entered
+
+
+def functions_entered(call: Callable[[], Any]) -> list[str]:
+    """Names of the Python functions that the second of two calls enters.
+
+    The functions of the caller's file and those of the launch path do not count.
+    """
+    call()
+    ignored = {__file__, call.__code__.co_filename}
+    entered = trace_functions(call)
+    return [name for file, name in entered if file not in ignored and Path(file).parent.name != "launch"]
 
 
 class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ class KernelCode:
         lds_bytes: LDS of a workgroup.
         num_warps: waves of a workgroup.
         waves_per_simd: waves that fit on a SIMD.
-        spills_in_loops: instructions inside loops that move spilled registers of either kind.
+        spills_in_loops: instructions inside loops that move spilled registers (`artifact.spills_in_loops`).
         mfma: matrix instructions of the hot loop by name.
         loop: other counts of the hot loop: valu, transcendental, converts, lds, vector_loads,
             loaded_bytes_per_lane.
@@ -80,7 +80,7 @@ class KernelCode:
 
     @property
     def faulty(self) -> bool:
-        """Whether it spills vector registers, uses scratch, or spills scalar registers inside a loop."""
+        """Whether it spills vector registers, uses scratch, or moves spilled scalars in the hot loop."""
         return bool(self.spills or self.scratch_bytes or self.spills_in_loops)
 
 

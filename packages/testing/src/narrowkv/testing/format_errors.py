@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the inputs, which have one KV head."""
+    """Sizes of the inputs, which have one KV head."""
 
     batch: int = 8
     ratio: int = 12

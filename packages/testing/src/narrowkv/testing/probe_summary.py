@@ -23,7 +23,7 @@ _COUNTED = (NOT_RUN, SKIPPED, REFUSED)
 
 @dataclass(frozen=True)
 class Column:
-    """Where a contract was asked, and of whom: a backend at a place or target."""
+    """A backend at a place or target, which answered a contract."""
 
     head: tuple[str, str]
     backend: str

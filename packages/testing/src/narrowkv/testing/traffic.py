@@ -72,7 +72,7 @@ class Step:
 
     @property
     def heads(self) -> Heads:
-        """Of the model."""
+        """The heads of the model."""
         return MODELS[self.model]
 
     @property

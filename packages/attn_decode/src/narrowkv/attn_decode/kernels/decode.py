@@ -38,7 +38,7 @@ from narrowkv.runtime.attention.results import (
     store_partial_result,
     write_rows,
 )
-from narrowkv.runtime.attention.softmax import SoftCap
+from narrowkv.runtime.attention.softmax import SoftCap, multiply_values
 
 
 # Values that serving changes from step to step: the kernel is not compiled again for them.
@@ -64,31 +64,14 @@ def _paged_decode_kernel(
         merge: whether the last split to arrive merges, instead of a second kernel.
         SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
-    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
-    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
-    Q_LEN: tl.constexpr = SIZES.q_len
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    RAGGED: tl.constexpr = SIZES.ragged
-    K_PARTS: tl.constexpr = K.parts
-    ACC_PARTS: tl.constexpr = RULES.acc_parts
     PAIRS: tl.constexpr = K.route == "cdna4"
-    K_DESCALE: tl.constexpr = K.descale
-    V_DESCALE: tl.constexpr = V.descale
-    COMPUTE: tl.constexpr = RULES.compute
-    SPLIT_Q: tl.constexpr = RULES.split_q
-    WINDOW_LEFT: tl.constexpr = RULES.window_left
-    BLOCK_M: tl.constexpr = BLOCKS.m
-    BLOCK_N: tl.constexpr = BLOCKS.n
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    BLOCK_DK: tl.constexpr = BLOCKS.dk
-    ROWS: tl.constexpr = Q_LEN * GQA_RATIO
-    ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
-    HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * ROW_BLOCKS
+    ROWS: tl.constexpr = SIZES.q_len * SIZES.gqa_ratio
+    ROW_BLOCKS: tl.constexpr = (ROWS + BLOCKS.m - 1) // BLOCKS.m
+    HEAD_PROGRAMS: tl.constexpr = SIZES.num_kv_heads * ROW_BLOCKS
     # All rows attend to the same keys.
-    ALIKE: tl.constexpr = Q_LEN == 1 and io.tree is None
+    ALIKE: tl.constexpr = SIZES.q_len == 1 and io.tree is None
     REGISTERS: tl.constexpr = RULES.registers and ALIKE
-    HAS_LOW: tl.constexpr = WINDOW_LEFT >= 0 or io.ranges is not None
+    HAS_LOW: tl.constexpr = RULES.window_left >= 0 or io.ranges is not None
     table = Table(
         page_ids,
         row,
@@ -103,34 +86,35 @@ def _paged_decode_kernel(
     if RULES.early:
         begin_next_launch()
     head_program = tl.program_id(0) % HEAD_PROGRAMS
-    kv_head = head_program % NUM_KV_HEADS
-    row_block = head_program // NUM_KV_HEADS
+    kv_head = head_program % SIZES.num_kv_heads
+    row_block = head_program // SIZES.num_kv_heads
     item = tl.program_id(0) // HEAD_PROGRAMS
     if RULES.even:
         seq, first_item, num_splits = even_split(
-            table, io.ranges, batch, num_items, item, True, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
-        )
+            table, io.ranges, batch, num_items, item, True, SIZES.q_len, RULES.window_left, SIZES.page_size,
+            SIZES.ragged, BLOCKS.n,
+        )  # fmt: skip
         if num_splits == 0:
             return
     else:
         max_splits = num_items // batch
         seq = item // max_splits
         first_item = seq * max_splits
-    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = row_block * BLOCKS.m + tl.arange(0, BLOCKS.m)
     row_mask = rows < ROWS
-    heads = kv_head * GQA_RATIO + rows % GQA_RATIO
-    tokens = (seq * Q_LEN + rows // GQA_RATIO).to(tl.int64)
+    heads = kv_head * SIZES.gqa_ratio + rows % SIZES.gqa_ratio
+    tokens = (seq * SIZES.q_len + rows // SIZES.gqa_ratio).to(tl.int64)
     # Loaded before the length is known, so that both take one latency of memory.
     if REGISTERS:
-        q = load_query_registers(io.q, seq.to(tl.int64), kv_head, io.q_token, io.q_head, GQA_RATIO)
+        q = load_query_registers(io.q, seq.to(tl.int64), kv_head, io.q_token, io.q_head, SIZES.gqa_ratio)
     else:
         q = load_query(
-            io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS, PAIRS
+            io.q, tokens, heads, row_mask, io.q_token, io.q_head, SIZES.head_dim, BLOCKS.dk, K.parts, PAIRS
         )
-    kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
-    row_base = first_id(table, seq, RAGGED)
-    first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, Q_LEN, WINDOW_LEFT)
-    first_tile, num_tiles = tiles_of(first, end_key, BLOCK_N)
+    kv_len = sequence_length(table, seq, seq < batch, SIZES.page_size, SIZES.ragged)
+    row_base = first_id(table, seq, SIZES.ragged)
+    first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, SIZES.q_len, RULES.window_left)
+    first_tile, num_tiles = tiles_of(first, end_key, BLOCKS.n)
     split = item - first_item
     if not RULES.even:
         num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
@@ -141,12 +125,12 @@ def _paged_decode_kernel(
 
     if not ALIKE:
         low, high, full_first, full_end = row_limits(
-            io, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
+            io, seq, rows // SIZES.gqa_ratio, row_mask, kv_len, first, end_key, SIZES.q_len, RULES.window_left
         )
     if RULES.q_format != "":
-        q = widen_query(q, RULES.q_format, K_PARTS)
+        q = widen_query(q, RULES.q_format, K.parts)
     if RULES.stages > 0 or io.k_balance is not None:
-        q = transform_query(q, io.k_balance, kv_head, HEAD_DIM, K_PARTS, RULES.stages, PAIRS)
+        q = transform_query(q, io.k_balance, kv_head, SIZES.head_dim, K.parts, RULES.stages, PAIRS)
     q_scale = 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
     if RULES.native:
@@ -154,19 +138,19 @@ def _paged_decode_kernel(
         q_low = q
     else:
         if RULES.scale_q:
-            q, q_scale = scale_to_fp16(q, K_PARTS)
+            q, q_scale = scale_to_fp16(q, K.parts)
         # Float16 queries over a bfloat16 cache: two bfloat16 terms hold all eleven bits.
-        q, q_low = split_query(q, COMPUTE, SPLIT_Q, K_PARTS)
+        q, q_low = split_query(q, RULES.compute, RULES.split_q, K.parts)
     logit_scale = q_scale * qk_scale
     if io.q_descale is not None:
         logit_scale *= tl.load(io.q_descale)
-    o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
-    logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
-    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
+    o_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * out_scale
+    logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K.descale)
+    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V.descale)
     if REGISTERS or (not ALIKE and not RULES.native):
         # The softmax takes the maximum before it scales, so the scale must be positive.
-        q = times_sign(q, logit_scale, K_PARTS)
-        q_low = times_sign(q_low, logit_scale, K_PARTS)
+        q = times_sign(q, logit_scale, K.parts)
+        q_low = times_sign(q_low, logit_scale, K.parts)
         logit_scale = tl.abs(logit_scale)
 
     # A soft cap sees the logits of the keys before they lost their offset.
@@ -174,13 +158,14 @@ def _paged_decode_kernel(
     shift = None
     if SHIFT_FIRST:
         shift = io.offset_scale * offset_products(
-            io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, HEAD_DIM, BLOCK_D
-        )
+            io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, SIZES.head_dim,
+            BLOCKS.d,
+        )  # fmt: skip
     soft_cap = SoftCap(soft_cap, shift)
     state = State(
-        zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS),
-        tl.full([BLOCK_M], float("-inf"), tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
+        zeros_in_parts(BLOCKS.m, BLOCKS.d, RULES.acc_parts),
+        tl.full([BLOCKS.m], float("-inf"), tl.float32),
+        tl.zeros([BLOCKS.m], tl.float32),
         out_scale * 0.0 + LEAST_FACTOR,
     )
     keys = Keys(row_base, kv_head, first, tl.maximum(end_key - 1, 0))
@@ -195,12 +180,14 @@ def _paged_decode_kernel(
             keys, None, SIZES, K, V, RULES, BLOCKS, "keys",
         )  # fmt: skip
     else:
-        full = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCK_N), begin), end)
-        full_end = tl.maximum(tl.minimum(full_end // BLOCK_N, end), full)
+        full = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCKS.n), begin), end)
+        full_end = tl.maximum(tl.minimum(full_end // BLOCKS.n, end), full)
         tree = None
         if io.tree is not None:
-            tree = tl.load(io.tree + seq.to(tl.int64) * Q_LEN + rows // GQA_RATIO, mask=row_mask, other=0)
-        seen = SeenKeys(low if HAS_LOW else None, high, tree, kv_len - Q_LEN)
+            tree = tl.load(
+                io.tree + seq.to(tl.int64) * SIZES.q_len + rows // SIZES.gqa_ratio, mask=row_mask, other=0
+            )
+        seen = SeenKeys(low if HAS_LOW else None, high, tree, kv_len - SIZES.q_len)
         if RULES.q_in_shared:
             # A product takes Q from registers where Q was computed, from shared memory where a loop has it.
             # So this loop carries it, once around: with Q in registers a second program would not fit (128
@@ -211,7 +198,7 @@ def _paged_decode_kernel(
                     begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
                     v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
                 )  # fmt: skip
-                q = unless_zero(once, q, K_PARTS)
+                q = unless_zero(once, q, K.parts)
         else:
             state = attend_to_rows(
                 begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
@@ -222,17 +209,18 @@ def _paged_decode_kernel(
     if io.k_offset is not None and not SHIFT_FIRST:
         # Every split shifts alike, so that they merge as ever.
         m += io.offset_scale * offset_products(
-            io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, HEAD_DIM, BLOCK_D
-        )
-    acc = join_parts(acc, ACC_PARTS, V.route == "cdna4")
-    d = tl.arange(0, BLOCK_D)
+            io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, SIZES.head_dim,
+            BLOCKS.d,
+        )  # fmt: skip
+    acc = join_parts(acc, RULES.acc_parts, V.route == "cdna4")
+    d = tl.arange(0, BLOCKS.d)
     if V.factors:
-        acc *= v_largest
+        acc, m, l = multiply_values(acc, m, l, v_largest)
 
     if RULES.partial:
         if num_splits > 1:
             own_slot = item.to(tl.int64) * HEAD_PROGRAMS + head_program
-            store_partial_result(workspace, own_slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+            store_partial_result(workspace, own_slot, acc, m, l, row_mask, BLOCKS.m, BLOCKS.d)
             if not RULES.can_merge:
                 return
             else:
@@ -243,9 +231,9 @@ def _paged_decode_kernel(
                 first_slot = first_item.to(tl.int64) * HEAD_PROGRAMS + head_program
                 acc, m, l = merge_partial_results(
                     workspace, acc, m, l, first_slot, HEAD_PROGRAMS, num_splits, row_mask,
-                    BLOCK_M, BLOCK_D, 4 if BLOCK_M < 64 else 1,
+                    BLOCKS.m, BLOCKS.d, 4 if BLOCKS.m < 64 else 1,
                 )  # fmt: skip
     write_rows(
         io.o, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
-        io.o_token, io.o_head, io.lse_token, HEAD_DIM, RULES.sinks, RULES.lse,
+        io.o_token, io.o_head, io.lse_token, SIZES.head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip

@@ -54,27 +54,21 @@ def load_scales(
     HEAD_DIM: tl.constexpr, NATIVE_QK: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """`load_key_scale` of K's keys and of V's; 1 where a side has one descale for all keys of a head."""
-    K_DESCALE: tl.constexpr = K.descale
-    V_DESCALE: tl.constexpr = V.descale
-    K_ALIGNED: tl.constexpr = K.aligned
-    V_ALIGNED: tl.constexpr = V.aligned
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    BLOCK_DK: tl.constexpr = BLOCKS.dk
-    K_GROUP: tl.constexpr = 16 if K_DESCALE == "e8m0_16" or K_DESCALE == "e4m3_16" else 32
-    V_GROUP: tl.constexpr = 16 if V_DESCALE == "e8m0_16" or V_DESCALE == "e4m3_16" else 32
+    K_GROUP: tl.constexpr = 16 if K.descale == "e8m0_16" or K.descale == "e4m3_16" else 32
+    V_GROUP: tl.constexpr = 16 if V.descale == "e8m0_16" or V.descale == "e4m3_16" else 32
     k_scale = 1.0
     v_scale = 1.0
-    if K.route == "cdna4" and K_DESCALE != "e8m0" and K_DESCALE != "e4m3":
-        k_scale = load_group_scales(k_descale, page, slot, keys.kv_head, BLOCK_DK // K_GROUP)
-    elif K_DESCALE != "scalar" and K_DESCALE != "head":
+    if K.route == "cdna4" and K.descale != "e8m0" and K.descale != "e4m3":
+        k_scale = load_group_scales(k_descale, page, slot, keys.kv_head, BLOCKS.dk // K_GROUP)
+    elif K.descale != "scalar" and K.descale != "head":
         k_scale = load_key_scale(
-            k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK, K_ALIGNED, STORED
+            k_descale, page, slot, keys.kv_head, K.descale, NATIVE_QK, HEAD_DIM, BLOCKS.dk, K.aligned, STORED
         )
-    if V.route == "cdna4" and V_DESCALE != "e8m0" and V_DESCALE != "e4m3":
-        v_scale = load_group_scales(v_descale, page, slot, keys.kv_head, BLOCK_D // V_GROUP)
-    elif V_DESCALE != "scalar" and V_DESCALE != "head":
+    if V.route == "cdna4" and V.descale != "e8m0" and V.descale != "e4m3":
+        v_scale = load_group_scales(v_descale, page, slot, keys.kv_head, BLOCKS.d // V_GROUP)
+    elif V.descale != "scalar" and V.descale != "head":
         v_scale = load_key_scale(
-            v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D, V_ALIGNED, STORED
+            v_descale, page, slot, keys.kv_head, V.descale, False, HEAD_DIM, BLOCKS.d, V.aligned, STORED
         )
     return k_scale, v_scale
 
@@ -85,16 +79,11 @@ def load_tiles(
     HEAD_DIM: tl.constexpr, K_WORD: tl.constexpr,
 ):  # fmt: skip
     """Words dk of a tile of K, [BLOCK_N, BLOCK_DK / K_WORD], and dv of V, [BLOCK_N, BLOCK_D / V's parts]."""
-    K_VEC: tl.constexpr = K.vec
-    V_VEC: tl.constexpr = V.vec
-    V_PARTS: tl.constexpr = V.parts
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    BLOCK_DK: tl.constexpr = BLOCKS.dk
-    # Both offsets before both loads: Triton 3.6 spills scalars on gfx942 otherwise.
-    k_off = kv_offsets(page, slot, k, kv_head, dk, K_VEC, False)
-    v_off = kv_offsets(page, slot, v, kv_head, dv, V_VEC, True)
-    k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)
-    return k_words, load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
+    # Both offsets before both loads: the compiler spilled scalars on gfx942 otherwise (Triton 3.6).
+    k_off = kv_offsets(page, slot, k, kv_head, dk, K.vec, False)
+    v_off = kv_offsets(page, slot, v, kv_head, dv, V.vec, True)
+    k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCKS.dk)
+    return k_words, load_words(v, v_off, V.parts, HEAD_DIM, BLOCKS.d)
 
 
 @triton.jit
@@ -131,30 +120,21 @@ def attend_to_tiles(
     Returns:
         The new `(acc, m, l, largest)`.
     """
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    K_PARTS: tl.constexpr = K.parts
-    V_PARTS: tl.constexpr = V.parts
-    ACC_PARTS: tl.constexpr = RULES.acc_parts
-    K_DESCALE: tl.constexpr = K.descale
-    V_DESCALE: tl.constexpr = V.descale
-    NATIVE_QK: tl.constexpr = RULES.native
-    INT64_OFFSETS: tl.constexpr = RULES.int64_offsets
     BLOCK_N: tl.constexpr = BLOCKS.n // SHARE
-    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
-    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    K_PER_KEY: tl.constexpr = K.descale != "scalar" and K.descale != "head"
+    V_PER_KEY: tl.constexpr = V.descale != "scalar" and V.descale != "head"
     # The scaled matrix instruction applies E8M0 scales itself.
-    KEY_FACTORS: tl.constexpr = K.factors and (K_DESCALE == "e4m3" or not NATIVE_QK)
+    KEY_FACTORS: tl.constexpr = K.factors and (K.descale == "e4m3" or not RULES.native)
     # The softmax applies the scale with its own multiply-add.
-    FOLDED: tl.constexpr = MASK == "none" and not (KEY_FACTORS or RULES.soft_cap or NATIVE_QK)
+    FOLDED: tl.constexpr = MASK == "none" and not (KEY_FACTORS or RULES.soft_cap or RULES.native)
     # Keys, values and scales are loaded one tile ahead and page ids two, so that no load waits for another.
     # They are widened only when they are used, because widening waits for the load.
     PREFETCH: tl.constexpr = RULES.prefetch == "tile" and MASK != "rows"
     # Page ids are located one tile ahead, so that the loads of keys do not wait for them.
     AHEAD: tl.constexpr = MASK != "keys" or RULES.prefetch != ""
     # Words of a native K tile hold two elements each, whatever the parts of Q.
-    K_WORD: tl.constexpr = 2 if NATIVE_QK else K_PARTS
-    dk, dv = tl.arange(0, BLOCKS.dk // K_WORD), tl.arange(0, BLOCKS.d // V_PARTS)
+    K_WORD: tl.constexpr = 2 if RULES.native else K.parts
+    dk, dv = tl.arange(0, BLOCKS.dk // K_WORD), tl.arange(0, BLOCKS.d // V.parts)
     acc, m, l, v_largest = state
     begin, end, gap_at, gap = begin * SHARE, end * SHARE, gap_at * SHARE, gap * SHARE
     if SHARE > 1:
@@ -167,15 +147,17 @@ def attend_to_tiles(
     if K_PER_KEY or V_PER_KEY or AHEAD:
         n = tile_after_gap(begin, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
         page, slot = locate_keys(
-            table, keys.row_base, n, keys.first_key, keys.last_key, PAGE_SIZE, INT64_OFFSETS
+            table, keys.row_base, n, keys.first_key, keys.last_key, SIZES.page_size, RULES.int64_offsets
         )
         k_next, v_next = load_scales(
-            k_descale, v_descale, page, slot, keys, K, V, BLOCKS, HEAD_DIM, NATIVE_QK, PREFETCH
+            k_descale, v_descale, page, slot, keys, K, V, BLOCKS, SIZES.head_dim, RULES.native, PREFETCH
         )
     if PREFETCH:
-        k_ahead, v_ahead = load_tiles(page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, HEAD_DIM, K_WORD)
+        k_ahead, v_ahead = load_tiles(
+            page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES.head_dim, K_WORD
+        )
         n = tile_after_gap(begin + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
-        page_ids = load_page_ids(table, keys.row_base, n, keys.first_key, keys.last_key, PAGE_SIZE)
+        page_ids = load_page_ids(table, keys.row_base, n, keys.first_key, keys.last_key, SIZES.page_size)
     for i in range(begin, end):
         n = tile_after_gap(i, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
         if PREFETCH:
@@ -183,34 +165,39 @@ def attend_to_tiles(
             v_words = v_ahead
             following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
             page, slot = place_of(
-                table, page_ids, following, keys.first_key, keys.last_key, PAGE_SIZE, INT64_OFFSETS
-            )
+                table, page_ids, following, keys.first_key, keys.last_key, SIZES.page_size,
+                RULES.int64_offsets,
+            )  # fmt: skip
             later = tile_after_gap(i + 2, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
-            page_ids = load_page_ids(table, keys.row_base, later, keys.first_key, keys.last_key, PAGE_SIZE)
+            page_ids = load_page_ids(
+                table, keys.row_base, later, keys.first_key, keys.last_key, SIZES.page_size
+            )
             k_ahead, v_ahead = load_tiles(
-                page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, HEAD_DIM, K_WORD
+                page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES.head_dim, K_WORD
             )
         else:
             if not AHEAD:
                 page, slot = locate_keys(
-                    table, keys.row_base, n, keys.first_key, keys.last_key, PAGE_SIZE, INT64_OFFSETS
-                )
+                    table, keys.row_base, n, keys.first_key, keys.last_key, SIZES.page_size,
+                    RULES.int64_offsets,
+                )  # fmt: skip
             k_words, v_words = load_tiles(
-                page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, HEAD_DIM, K_WORD
+                page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES.head_dim, K_WORD
             )
             if K_PER_KEY or V_PER_KEY or AHEAD:
                 following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
                 page, slot = locate_keys(
-                    table, keys.row_base, following, keys.first_key, keys.last_key, PAGE_SIZE, INT64_OFFSETS
-                )
+                    table, keys.row_base, following, keys.first_key, keys.last_key, SIZES.page_size,
+                    RULES.int64_offsets,
+                )  # fmt: skip
         k_scale = k_next
         v_scale = v_next
         k_next, v_next = load_scales(
-            k_descale, v_descale, page, slot, keys, K, V, BLOCKS, HEAD_DIM, NATIVE_QK, PREFETCH
+            k_descale, v_descale, page, slot, keys, K, V, BLOCKS, SIZES.head_dim, RULES.native, PREFETCH
         )
         if PREFETCH:
-            k_scale = scale_as_number(k_scale, K_DESCALE, NATIVE_QK)
-            v_scale = scale_as_number(v_scale, V_DESCALE, False)
+            k_scale = scale_as_number(k_scale, K.descale, RULES.native)
+            v_scale = scale_as_number(v_scale, V.descale, False)
         s, k_factor = tile_scores(q, q_low, k_words, k_scale, K, RULES)  # [BLOCK_M, BLOCK_N]
         if KEY_FACTORS:
             s *= (k_factor * logit_scale)[None, :]
@@ -233,7 +220,7 @@ def attend_to_tiles(
             s = tl.where(attended, s, float("-inf"))
         acc, m, l, v_largest = attend_to_tile(
             s, attended, None, v_words, v_scale, row_scale if FOLDED else None, acc, m, l, v_largest,
-            V, RULES, ACC_PARTS,
+            V, RULES, RULES.acc_parts,
         )  # fmt: skip
     return acc, m, l, v_largest
 

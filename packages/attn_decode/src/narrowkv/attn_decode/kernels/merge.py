@@ -12,6 +12,7 @@ from narrowkv.runtime.attention.results import write_rows
 from narrowkv.runtime.attention.softmax import merge_step, output_factor
 
 _BLOCK_S = tl.constexpr(16)  # partial results that are merged at once
+_WEIGHT = tl.constexpr(2.0**-16)  # the largest weight of a state in sums
 
 
 @triton.jit(
@@ -27,19 +28,8 @@ def _merge_splits_kernel(
 
     The arguments are those of `_paged_decode_kernel`.
     """
-    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
-    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
-    Q_LEN: tl.constexpr = SIZES.q_len
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    RAGGED: tl.constexpr = SIZES.ragged
-    WINDOW_LEFT: tl.constexpr = RULES.window_left
-    V_DESCALE: tl.constexpr = V.descale
-    BLOCK_M: tl.constexpr = BLOCKS.m
-    BLOCK_N: tl.constexpr = BLOCKS.n
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    ROWS: tl.constexpr = Q_LEN * GQA_RATIO
-    HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * ((ROWS + BLOCK_M - 1) // BLOCK_M)
+    ROWS: tl.constexpr = SIZES.q_len * SIZES.gqa_ratio
+    HEAD_PROGRAMS: tl.constexpr = SIZES.num_kv_heads * ((ROWS + BLOCKS.m - 1) // BLOCKS.m)
     table = Table(
         page_ids,
         row,
@@ -51,47 +41,48 @@ def _merge_splits_kernel(
         steps.row_step,
         steps.lens_step,
     )
-    seq = tl.program_id(0) // (NUM_KV_HEADS * ROWS)
-    kv_head = tl.program_id(0) // ROWS % NUM_KV_HEADS
+    seq = tl.program_id(0) // (SIZES.num_kv_heads * ROWS)
+    kv_head = tl.program_id(0) // ROWS % SIZES.num_kv_heads
     row_of_head = tl.program_id(0) % ROWS
     if RULES.even:
         _, first_item, num_splits = even_split(
-            table, io.ranges, batch, num_items, seq, False, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
-        )
+            table, io.ranges, batch, num_items, seq, False, SIZES.q_len, RULES.window_left, SIZES.page_size,
+            SIZES.ragged, BLOCKS.n,
+        )  # fmt: skip
     else:
         max_splits = num_items // batch
-        kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
-        first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, Q_LEN, WINDOW_LEFT)
-        _, num_tiles = tiles_of(first, end_key, BLOCK_N)
+        kv_len = sequence_length(table, seq, seq < batch, SIZES.page_size, SIZES.ragged)
+        first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, SIZES.q_len, RULES.window_left)
+        _, num_tiles = tiles_of(first, end_key, BLOCKS.n)
         num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
         first_item = seq * max_splits
     if RULES.early:
         await_previous_launch()
     if num_splits == 1:
         return
-    head_program = (row_of_head // BLOCK_M) * NUM_KV_HEADS + kv_head
-    r = row_of_head % BLOCK_M
-    d = tl.arange(0, BLOCK_D)
+    head_program = (row_of_head // BLOCKS.m) * SIZES.num_kv_heads + kv_head
+    r = row_of_head % BLOCKS.m
+    d = tl.arange(0, BLOCKS.d)
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    acc = tl.zeros([1, BLOCKS.d], tl.float32)
     for start in range(0, num_splits, _BLOCK_S):
         i = start + tl.arange(0, _BLOCK_S)
         inside = i < num_splits
         slot = (first_item + i).to(tl.int64) * HEAD_PROGRAMS + head_program
-        m_i = tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, mask=inside, other=float("-inf"))
-        l_i = tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, mask=inside, other=0.0)
-        part = (slot * (BLOCK_M * BLOCK_D) + r * BLOCK_D)[:, None] + d[None, :]
+        m_i = tl.load(workspace.ml + slot * (2 * BLOCKS.m) + r, mask=inside, other=float("-inf"))
+        l_i = tl.load(workspace.ml + slot * (2 * BLOCKS.m) + BLOCKS.m + r, mask=inside, other=0.0)
+        part = (slot * (BLOCKS.m * BLOCKS.d) + r * BLOCKS.d)[:, None] + d[None, :]
         acc_i = tl.load(workspace.acc + part, mask=inside[:, None], other=0.0)  # [_BLOCK_S, BLOCK_D]
         acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
     one = tl.arange(0, 1)
-    heads = kv_head * GQA_RATIO + row_of_head % GQA_RATIO + one
-    tokens = (seq * Q_LEN + row_of_head // GQA_RATIO + one).to(tl.int64)
+    heads = kv_head * SIZES.gqa_ratio + row_of_head % SIZES.gqa_ratio + one
+    tokens = (seq * SIZES.q_len + row_of_head // SIZES.gqa_ratio + one).to(tl.int64)
     scale = tl.full([1], 1.0, tl.float32) * out_scale
-    scale = times_head_descale(scale, v_descale, seq, kv_head, V_DESCALE)
+    scale = times_head_descale(scale, v_descale, seq, kv_head, V.descale)
     write_rows(
         io.o, io.lse, io.sinks, acc, m, l, scale, heads, tokens, one == 0, d,
-        io.o_token, io.o_head, io.lse_token, HEAD_DIM, RULES.sinks, RULES.lse,
+        io.o_token, io.o_head, io.lse_token, SIZES.head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip
 
 
@@ -131,16 +122,17 @@ def _merge_states_kernel(
     for i in range(num_states):
         weight = tl.exp(tl.load(lse_ptr + i * lse.state) * LSE_UNIT - m_safe)
         total += weight
-        weight = tl.where((i >= begin) & (i < end), weight, 0.0)
+        # Smaller by a power of two, so that sums of finite values stay finite.
+        weight = tl.where((i >= begin) & (i < end), weight * _WEIGHT, 0.0)
         values = tl.load(o_ptr + i * o.state + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
         # A state that attended to nothing may hold anything, NaN too.
         acc += tl.where(weight > 0.0, weight * values, 0.0)
     empty = total == 0.0
     if sinks_ptr is None:
-        row = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
+        row = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total * _WEIGHT))
     else:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        row = acc * output_factor(m * 1.4426950408889634, total, sink)
+        row = acc * (output_factor(m * 1.4426950408889634, total, sink) / _WEIGHT)
     to = out.ptr + token * out.token + head * out.head + d
     tl.store(to, row.to(out.ptr.dtype.element_ty), mask=d < HEAD_DIM)
     if out_lse.ptr is not None:

@@ -135,23 +135,20 @@ def load_keys(k, descale, at, keys, K: tl.constexpr):
 
     at: of `locate_block` for block l // 2.
     """
-    TOKEN: tl.constexpr = K.token
-    SCALE_TOKEN: tl.constexpr = K.scale_token
-    KIND: tl.constexpr = K.descale
     lane = tl.arange(0, 32)
     page, slot = at
     slot += lane // 4 % 2 * 4
-    scale_at = descale.ptr + (page * descale.major + slot * SCALE_TOKEN + keys.kv_head * descale.head)
-    at = k.ptr + (page * k.page + slot * TOKEN + keys.kv_head * k.head + lane % 4 * 8)
+    scale_at = descale.ptr + (page * descale.major + slot * K.scale_token + keys.kv_head * descale.head)
+    at = k.ptr + (page * k.page + slot * K.token + keys.kv_head * k.head + lane % 4 * 8)
     at = tl.multiple_of(at.to(tl.pointer_type(tl.int32), bitcast=True)[:, None], [16, 16])
     words, scales = (), ()
     for r in tl.static_range(4):
-        words = words + (tl.load(at + (r * (TOKEN // 2) + tl.arange(0, 4)[None, :])),)
-        if KIND == "e8m0_16" or KIND == "e4m3_16":
+        words = words + (tl.load(at + (r * (K.token // 2) + tl.arange(0, 4)[None, :])),)
+        if K.descale == "e8m0_16" or K.descale == "e4m3_16":
             pair_at = (scale_at + lane % 4 * 2).to(tl.pointer_type(tl.int16), bitcast=True)
-            scales = scales + (tl.load(pair_at + r * (SCALE_TOKEN // 2)),)
+            scales = scales + (tl.load(pair_at + r * (K.scale_token // 2)),)
         else:
-            scales = scales + (tl.load(scale_at + (lane % 4 + r * SCALE_TOKEN)).to(tl.int16) * 257,)
+            scales = scales + (tl.load(scale_at + (lane % 4 + r * K.scale_token)).to(tl.int16) * 257,)
     return words, scales
 
 
@@ -161,19 +158,17 @@ def load_values(v, descale, at, keys, V: tl.constexpr):
 
     at: of `locate_block` for block t.
     """
-    TOKEN: tl.constexpr = V.token
-    SCALE_TOKEN: tl.constexpr = V.scale_token
     GROUPS: tl.constexpr = 8 if V.descale == "e8m0_16" or V.descale == "e4m3_16" else 4
     l = tl.arange(0, 32) // 4
     page, slot = at
-    scale_at = descale.ptr + (page * descale.major + slot * SCALE_TOKEN + keys.kv_head * descale.head)
+    scale_at = descale.ptr + (page * descale.major + slot * V.scale_token + keys.kv_head * descale.head)
     scale_at += l * GROUPS // 8
-    at = v.ptr + (page * v.page + slot * TOKEN + keys.kv_head * v.head + 4 * l)
+    at = v.ptr + (page * v.page + slot * V.token + keys.kv_head * v.head + 4 * l)
     at = tl.multiple_of(at.to(tl.pointer_type(tl.int32), bitcast=True)[:, None], [8, 8])
     words, scales = (), ()
     for r in tl.static_range(8):
-        words = words + (tl.load(at + (r * (TOKEN // 2) + tl.arange(0, 2)[None, :])),)
-        scales = scales + (tl.load(scale_at + r * SCALE_TOKEN).to(tl.int32),)
+        words = words + (tl.load(at + (r * (V.token // 2) + tl.arange(0, 2)[None, :])),)
+        scales = scales + (tl.load(scale_at + r * V.scale_token).to(tl.int32),)
     return words, scales
 
 
@@ -199,7 +194,7 @@ def attend_in_registers(
     """Attends to the key tiles [begin, end) as `attend_to_tiles` does where all rows attend to the same keys.
 
     E8M0 bytes become factors relative to the largest exponent: of the tile's keys, and of all values so far.
-    Where that is NaN, so are all sums.
+    If that exponent is NaN, all sums are NaN.
 
     Args:
         q: of `load_query_registers`, in float16.
@@ -209,8 +204,6 @@ def attend_in_registers(
     Returns:
         The new `(acc, m, l, largest)`.
     """
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    INT64_OFFSETS: tl.constexpr = RULES.int64_offsets
     K_EXPONENTS: tl.constexpr = K.descale == "e8m0_16" or K.descale == "e8m0_32"
     V_EXPONENTS: tl.constexpr = V.descale == "e8m0_16" or V.descale == "e8m0_32"
     acc, m, l, largest = state
@@ -218,13 +211,13 @@ def attend_in_registers(
     k_block, v_block = tl.arange(0, 32) // 8, tl.arange(0, 32) % 4
     # The next tile's words and scales are loaded once this tile's are in use, its page ids a tile earlier.
     k_words, k_bytes = load_keys(
-        k, k_descale, locate_block(table, keys, begin, k_block, PAGE_SIZE, INT64_OFFSETS), keys, K
+        k, k_descale, locate_block(table, keys, begin, k_block, SIZES.page_size, RULES.int64_offsets), keys, K
     )
     v_words, v_bytes = load_values(
-        v, v_descale, locate_block(table, keys, begin, v_block, PAGE_SIZE, INT64_OFFSETS), keys, V
+        v, v_descale, locate_block(table, keys, begin, v_block, SIZES.page_size, RULES.int64_offsets), keys, V
     )
-    k_at = locate_block(table, keys, begin + 1, k_block, PAGE_SIZE, INT64_OFFSETS)
-    v_at = locate_block(table, keys, begin + 1, v_block, PAGE_SIZE, INT64_OFFSETS)
+    k_at = locate_block(table, keys, begin + 1, k_block, SIZES.page_size, RULES.int64_offsets)
+    v_at = locate_block(table, keys, begin + 1, v_block, SIZES.page_size, RULES.int64_offsets)
     for i in tl.range(begin, end, num_stages=1):
         # Keys outside the span are read too, and their scales may hold any byte.
         partly = (i * _TILE < keys.first_key) | (i * _TILE + (_TILE - 1) > keys.last_key)
@@ -249,7 +242,7 @@ def attend_in_registers(
         s = tl.dot(q[2], key_operand(c, c_odd), s)
         s = tl.dot(q[3], key_operand(d, d_odd), s)
         k_words, k_bytes = load_keys(k, k_descale, k_at, keys, K)
-        k_at = locate_block(table, keys, i + 2, k_block, PAGE_SIZE, INT64_OFFSETS)
+        k_at = locate_block(table, keys, i + 2, k_block, SIZES.page_size, RULES.int64_offsets)
         if RULES.soft_cap:
             s = capped_logits(s * scale, soft_cap)
         v_low, v_high = join_four(v_bytes[:4]), join_four(v_bytes[4:])
@@ -282,7 +275,7 @@ def attend_in_registers(
             tl.dot(p, value_operand(d, h, d1, h1), acc[3]),
         )
         v_words, v_bytes = load_values(v, v_descale, v_at, keys, V)
-        v_at = locate_block(table, keys, i + 2, v_block, PAGE_SIZE, INT64_OFFSETS)
+        v_at = locate_block(table, keys, i + 2, v_block, SIZES.page_size, RULES.int64_offsets)
     if V_EXPONENTS:
         largest = e8m0_to_fp32(top)
     return restore_columns(acc), m, l, largest

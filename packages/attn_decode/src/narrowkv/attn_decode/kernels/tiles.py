@@ -229,5 +229,5 @@ def even_split(
 
 @triton.jit
 def splits_of_sequence(num_tiles, tiles_per_split, max_splits):
-    """Splits of a sequence where nothing but its own key tiles decides."""
+    """Splits of a sequence if only its own key tiles decide."""
     return tl.maximum(tl.minimum(tl.cdiv(num_tiles, tiles_per_split), max_splits), 1)

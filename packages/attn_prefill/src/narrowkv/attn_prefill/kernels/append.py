@@ -38,7 +38,13 @@ from narrowkv.paged_cache.kernels.queries import (
 from narrowkv.paged_cache.kernels.tiles import accumulate, confine_nonfinite
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
-from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, softmax_step
+from narrowkv.runtime.attention.softmax import (
+    SoftCap,
+    capped_logits,
+    headroom,
+    multiply_values,
+    softmax_step,
+)
 
 
 @triton.jit
@@ -47,32 +53,37 @@ def attend_to_chunk(
     SIZES: tl.constexpr, STORING: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Attends to key tiles [begin, end) of the chunk itself, unquantised."""
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    ROTARY_DIM: tl.constexpr = STORING.rotary_dim
-    INTERLEAVED: tl.constexpr = STORING.interleaved
-    WINDOW_LEFT: tl.constexpr = RULES.window_left
-    BLOCK_N: tl.constexpr = BLOCKS.t
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCKS.d)
     KIND: tl.constexpr = chunk.k.dtype.element_ty
+    # That of the old keys, whose sums these are added to, where it is larger.
+    HEADROOM: tl.constexpr = headroom(tl.bfloat16 if tl.bfloat16 == RULES.compute else KIND)
     for tile in range(begin, end):
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        n = tile * BLOCKS.t + tl.arange(0, BLOCKS.t)
         inside = n < q_len
         tokens = (q_start + n).to(tl.int64)
         at = tokens * chunk.k_token + kv_head * chunk.k_head
-        k = load_rotated(chunk.k, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
+        k = load_rotated(
+            chunk.k, at, rope, tokens, inside, d, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
+        ).to(KIND)
         at = tokens * chunk.v_token + kv_head * chunk.v_head
         v = tl.load(
-            chunk.v + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+            chunk.v + at[:, None] + d[None, :],
+            mask=inside[:, None] & (d < SIZES.head_dim)[None, :],
+            other=0.0,
         )
         s = tl.dot(q, tl.trans(k)) * scale
         if RULES.soft_cap:
             s = capped_logits(s, SoftCap(soft_cap, None))
-        keep = visible_keys(n, within, 0, q_len, False, WINDOW_LEFT, 0)
+        keep = visible_keys(n, within, 0, q_len, False, RULES.window_left, 0)
         s = tl.where(keep, s, float("-inf"))
-        p, m, l, correction = softmax_step(s, m, l)
+        p, m, l, correction = softmax_step(s, m, l, None, HEADROOM)
         p, clean = confine_nonfinite(p, (v,), keep, 1)
-        acc = accumulate((acc,), correction, p, clean, KIND, 1)[0]
+        if HEADROOM > headroom(KIND):
+            # Of such numerators float16 holds nothing: they are multiplied at 2**HEADROOM times their size.
+            values = tl.dot((p * 2.0**HEADROOM).to(KIND), clean[0])
+            acc = acc * correction[:, None] + values * 2.0**-HEADROOM
+        else:
+            acc = accumulate((acc,), correction, p, clean, KIND, 1)[0]
     return acc, m, l
 
 
@@ -94,31 +105,7 @@ def _prefill_append_kernel(
         num_splits: programs that share a tile's keys; with `RULES.shares` see `find_share`.
         SIZES, K, V, STORING, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Rules`, `Blocks`.
     """
-    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
-    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
     NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    ROTARY_DIM: tl.constexpr = STORING.rotary_dim
-    INTERLEAVED: tl.constexpr = STORING.interleaved
-    K_PARTS: tl.constexpr = K.parts
-    K_DESCALE: tl.constexpr = K.descale
-    V_DESCALE: tl.constexpr = V.descale
-    COMPUTE: tl.constexpr = RULES.compute
-    SPLIT_Q: tl.constexpr = RULES.split_q
-    FP8: tl.constexpr = RULES.fp8
-    P_SCALE: tl.constexpr = RULES.p_scale
-    WINDOW_LEFT: tl.constexpr = RULES.window_left
-    HAS_SINKS: tl.constexpr = RULES.sinks
-    WRITE_LSE: tl.constexpr = RULES.lse
-    SETTLE: tl.constexpr = RULES.settle
-    SPLIT: tl.constexpr = RULES.split
-    NVIDIA: tl.constexpr = RULES.nvidia
-    BLOCK_M: tl.constexpr = BLOCKS.m
-    BLOCK_N: tl.constexpr = BLOCKS.n
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    BLOCK_S: tl.constexpr = BLOCKS.s
-    OWN_N: tl.constexpr = BLOCKS.t
     k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
     k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
     # New tokens of all sequences are stored here, whichever launch attends.
@@ -133,41 +120,42 @@ def _prefill_append_kernel(
     )  # fmt: skip
     KIND: tl.constexpr = chunk.k.dtype.element_ty
     pid = tl.program_id(0)
-    if pid < num_blocks * NUM_KV_HEADS:
-        kv_head = pid % NUM_KV_HEADS
+    if pid < num_blocks * SIZES.num_kv_heads:
+        kv_head = pid % SIZES.num_kv_heads
         seq, block, _, q_start, q_len = find_block(
-            stored, table, None, batch, pid // NUM_KV_HEADS, 0, False, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
-        )
+            stored, table, None, batch, pid // SIZES.num_kv_heads, 0, False, True, SIZES.page_size, False,
+            BLOCKS.s, RULES.nvidia,
+        )  # fmt: skip
         if seq < 0:
             return
         store_new(
-            chunk, rope, store, table, seq, block * BLOCK_S, kv_head, q_start, q_len, SIZES, K, V, STORING,
-            BLOCK_S, BLOCK_D,
+            chunk, rope, store, table, seq, block * BLOCKS.s, kv_head, q_start, q_len, SIZES, K, V, STORING,
+            BLOCKS.s, BLOCKS.d,
         )  # fmt: skip
         return
 
-    pid -= num_blocks * NUM_KV_HEADS
-    kv_head = pid % NUM_KV_HEADS
+    pid -= num_blocks * SIZES.num_kv_heads
+    kv_head = pid % SIZES.num_kv_heads
     if RULES.shares:
         share = find_share(
-            q, table, batch, pid // NUM_KV_HEADS, num_splits, True, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE,
-            False, BLOCK_M, BLOCK_N, NVIDIA,
+            q, table, batch, pid // SIZES.num_kv_heads, num_splits, True, SIZES.gqa_ratio, RULES.window_left,
+            SIZES.page_size, False, BLOCKS.m, BLOCKS.n, RULES.nvidia,
         )  # fmt: skip
         seq, tile, q_start, q_len = share.seq, share.number, share.q_start, share.q_len
         split = share.split
         num_splits = share.num_splits
     else:
-        index = pid // NUM_KV_HEADS // num_splits
-        split = pid // NUM_KV_HEADS % num_splits
-        seq, tile, q_start, q_len = tile_of(q, batch, index, GQA_RATIO, BLOCK_M, NVIDIA)
+        index = pid // SIZES.num_kv_heads // num_splits
+        split = pid // SIZES.num_kv_heads % num_splits
+        seq, tile, q_start, q_len = tile_of(q, batch, index, SIZES.gqa_ratio, BLOCKS.m, RULES.nvidia)
     if seq < 0:
         return
     q_len = tl.minimum(q_len, q.max_len)
-    tokens, heads, row_mask, within = rows_of(q_start, q_len, tile, kv_head, GQA_RATIO, BLOCK_M)
-    old_len = sequence_length(table, seq, seq >= 0, PAGE_SIZE, False)
-    first_row = tile * BLOCK_M // GQA_RATIO
-    last_row = tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, q_len - 1)
-    d = tl.arange(0, BLOCK_D)
+    tokens, heads, row_mask, within = rows_of(q_start, q_len, tile, kv_head, SIZES.gqa_ratio, BLOCKS.m)
+    old_len = sequence_length(table, seq, seq >= 0, SIZES.page_size, False)
+    first_row = tile * BLOCKS.m // SIZES.gqa_ratio
+    last_row = tl.minimum(((tile + 1) * BLOCKS.m - 1) // SIZES.gqa_ratio, q_len - 1)
+    d = tl.arange(0, BLOCKS.d)
     # Of a cache with a `key_transform`, `q.ptr` are the queries for stored keys.
     TRANSFORMED: tl.constexpr = chunk.q is not None
     if TRANSFORMED:
@@ -176,43 +164,48 @@ def _prefill_append_kernel(
     else:
         own = q.ptr
         at = tokens * q.token + heads * q.head
-    own_q = load_rotated(own, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
-    o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scales.v
-    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
+    own_q = load_rotated(
+        own, at, rope, tokens, row_mask, d, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
+    ).to(KIND)
+    o_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * scales.v
+    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V.descale)
     row_base = first_id(table, seq, False)
     begin, end, full, full_end = key_range(
-        old_len + first_row, old_len + last_row, old_len * 0, old_len, WINDOW_LEFT, -1, BLOCK_N
+        old_len + first_row, old_len + last_row, old_len * 0, old_len, RULES.window_left, -1, BLOCKS.n
     )
     first, last = begin * 0, tl.maximum(old_len - 1, 0)
-    if WINDOW_LEFT >= 0:
-        first = tl.minimum(tl.maximum(old_len + first_row - WINDOW_LEFT, 0), last)
+    if RULES.window_left >= 0:
+        first = tl.minimum(tl.maximum(old_len + first_row - RULES.window_left, 0), last)
     own_begin = first_row * 0
-    if WINDOW_LEFT >= 0:
-        own_begin = tl.maximum(first_row - WINDOW_LEFT, 0) // OWN_N
-    own_end = last_row // OWN_N + 1
-    if SPLIT:
+    if RULES.window_left >= 0:
+        own_begin = tl.maximum(first_row - RULES.window_left, 0) // BLOCKS.t
+    own_end = last_row // BLOCKS.t + 1
+    if RULES.split:
         begin, end, full, full_end = key_range_of_split(begin, end, full, full_end, split, num_splits)
         # One of them takes the chunk's own keys.
         own_end = tl.where(split == num_splits - 1, own_end, own_begin)
     old_scale = scales.logit * scales.k
-    old_scale = times_head_descale(old_scale, k_descale, seq, kv_head, K_DESCALE)
+    old_scale = times_head_descale(old_scale, k_descale, seq, kv_head, K.descale)
     if TRANSFORMED:
-        parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, K_PARTS)
-    if FP8 is not None:
-        high, low, row_scale = split_rows_fp8(parts[0] if TRANSFORMED else own_q, FP8, P_SCALE)
+        parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.d, K.parts)
+    if RULES.fp8 is not None:
+        high, low, row_scale = split_rows_fp8(parts[0] if TRANSFORMED else own_q, RULES.fp8, RULES.p_scale)
         old_scale *= row_scale
         high, low = (high,), (low,)
     else:
         if not TRANSFORMED:
             parts = ()
-            for i in tl.static_range(K_PARTS):
-                c = tl.arange(0, BLOCK_D // K_PARTS) * K_PARTS + i
-                part = load_rotated(q.ptr, at, rope, tokens, row_mask, c, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+            for i in tl.static_range(K.parts):
+                c = tl.arange(0, BLOCKS.d // K.parts) * K.parts + i
+                part = load_rotated(
+                    q.ptr, at, rope, tokens, row_mask, c, SIZES.head_dim, STORING.rotary_dim,
+                    STORING.interleaved,
+                )  # fmt: skip
                 parts = parts + (part.to(KIND),)
         if RULES.scale_q:
-            parts, row_scale = scale_to_fp16(parts, K_PARTS)
+            parts, row_scale = scale_to_fp16(parts, K.parts)
             old_scale *= row_scale
-        high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
+        high, low = split_query(parts, RULES.compute, RULES.split_q, K.parts)
     read = Read(row_base, kv_head, old_len, first, last)
     # Triton 3.6 returns no struct with a None from a function.
     shift = None
@@ -226,26 +219,28 @@ def _prefill_append_kernel(
         )  # fmt: skip
     else:
         acc, m, l = attend_to_pages(
-            high, low, tl.full([BLOCK_M], 1.0, tl.float32) * old_scale, soft_cap, k, v, k_descale,
+            high, low, tl.full([BLOCKS.m], 1.0, tl.float32) * old_scale, soft_cap, k, v, k_descale,
             v_descale, table, read, old_len + within, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
+    acc, m, l = multiply_values(acc, m, l, o_scale)
     acc, m, l = attend_to_chunk(
-        own_q, acc * o_scale[:, None], m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head,
+        own_q, acc, m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head,
         q_start, q_len, within, own_begin, own_end, SIZES, STORING, RULES, BLOCKS,
     )  # fmt: skip
     write = True
     if RULES.shares:
         write, acc, m, l = merge_shares(
-            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, NVIDIA, BLOCK_M, BLOCK_D
-        )
-    elif SPLIT:
+            workspace, share, acc, m, l, kv_head, row_mask, SIZES.num_kv_heads, RULES.settle, RULES.nvidia,
+            BLOCKS.m, BLOCKS.d,
+        )  # fmt: skip
+    elif RULES.split:
         write, acc, m, l = merge_splits(
-            workspace, acc, m, l, index * NUM_KV_HEADS + kv_head, split, num_splits,
-            num_tiles * NUM_KV_HEADS, row_mask, SETTLE, BLOCK_M, BLOCK_D,
+            workspace, acc, m, l, index * SIZES.num_kv_heads + kv_head, split, num_splits,
+            num_tiles * SIZES.num_kv_heads, row_mask, RULES.settle, BLOCKS.m, BLOCKS.d,
         )  # fmt: skip
     if write:
         write_rows(
-            out.ptr, out.lse, out.sinks, acc, m, l, tl.full([BLOCK_M], 1.0, tl.float32), heads, tokens,
-            row_mask, d, out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
+            out.ptr, out.lse, out.sinks, acc, m, l, tl.full([BLOCKS.m], 1.0, tl.float32), heads, tokens,
+            row_mask, d, out.token, out.head, out.lse_token, SIZES.head_dim, RULES.sinks, RULES.lse,
         )  # fmt: skip

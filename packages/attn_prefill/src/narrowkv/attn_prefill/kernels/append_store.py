@@ -41,35 +41,22 @@ def store_new(
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Quantises BLOCK_T new tokens of a sequence and head, from number `first` on, into the cache."""
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    RULE: tl.constexpr = STORING.rule
-    K_FORMAT: tl.constexpr = K.format
-    K_VEC: tl.constexpr = K.vec
-    K_MAX: tl.constexpr = STORING.k_max
-    K_SCALING: tl.constexpr = STORING.k_scaling
-    K_GROUP: tl.constexpr = STORING.k_group
-    V_FORMAT: tl.constexpr = V.format
-    V_VEC: tl.constexpr = V.vec
-    V_MAX: tl.constexpr = STORING.v_max
-    V_SCALING: tl.constexpr = STORING.v_scaling
-    V_GROUP: tl.constexpr = STORING.v_group
     x, y, i, inside = load_new(chunk, rope, first, kv_head, q_start, q_len, SIZES, STORING, BLOCK_T, BLOCK_D)
-    position = sequence_length(table, seq, seq >= 0, PAGE_SIZE, False) + i
-    number = position // PAGE_SIZE
+    position = sequence_length(table, seq, seq >= 0, SIZES.page_size, False) + i
+    number = position // SIZES.page_size
     # Beyond the table, or in a page beyond the cache, nothing is written.
     fits = inside & (number < store.max_pages)
     where = first_id(table, seq, False) + strided(number, table.column)
     page = tl.load(table.page_ids + where, mask=fits, other=-1).to(tl.int64)
     fits = fits & (page >= 0) & (page < store.num_pages)
-    slot = (position % PAGE_SIZE).to(tl.int64)
+    slot = (position % SIZES.page_size).to(tl.int64)
     quantise_rows(
-        x, store.k, store.k_descale, page, slot, kv_head, fits, K_FORMAT, K_SCALING, HEAD_DIM, K_MAX,
-        K_GROUP, RULE, K_VEC, False, BLOCK_T, BLOCK_D,
+        x, store.k, store.k_descale, page, slot, kv_head, fits, K.format, STORING.k_scaling, SIZES.head_dim,
+        STORING.k_max, STORING.k_group, STORING.rule, K.vec, False, BLOCK_T, BLOCK_D,
     )  # fmt: skip
     quantise_rows(
-        y.to(tl.float32), store.v, store.v_descale, page, slot, kv_head, fits, V_FORMAT, V_SCALING,
-        HEAD_DIM, V_MAX, V_GROUP, RULE, V_VEC, True, BLOCK_T, BLOCK_D,
+        y.to(tl.float32), store.v, store.v_descale, page, slot, kv_head, fits, V.format, STORING.v_scaling,
+        SIZES.head_dim, STORING.v_max, STORING.v_group, STORING.rule, V.vec, True, BLOCK_T, BLOCK_D,
     )  # fmt: skip
 
 
@@ -79,19 +66,19 @@ def load_new(
     SIZES: tl.constexpr, STORING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """New tokens of a sequence from number `first` on: K in fp32 as the cache stores it, V, numbers, mask."""
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    STAGES: tl.constexpr = STORING.stages
-    ROTARY_DIM: tl.constexpr = STORING.rotary_dim
-    INTERLEAVED: tl.constexpr = STORING.interleaved
     d = tl.arange(0, BLOCK_D)
     i = first + tl.arange(0, BLOCK_T)
     inside = i < q_len
     tokens = (q_start + i).to(tl.int64)
     at = tokens * chunk.k_token + kv_head * chunk.k_head
-    x = load_rotated(chunk.k, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
-    x = transform_keys(x, chunk.k_offset, chunk.k_balance, kv_head, HEAD_DIM, STAGES)
+    x = load_rotated(
+        chunk.k, at, rope, tokens, inside, d, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
+    )
+    x = transform_keys(x, chunk.k_offset, chunk.k_balance, kv_head, SIZES.head_dim, STORING.stages)
     at = tokens * chunk.v_token + kv_head * chunk.v_head
-    y = tl.load(chunk.v + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    y = tl.load(
+        chunk.v + at[:, None] + d[None, :], mask=inside[:, None] & (d < SIZES.head_dim)[None, :], other=0.0
+    )
     return x, y, i, inside
 
 
@@ -105,7 +92,6 @@ def keep_new_block(
 
     Values beyond 2**151 times `v_scale` saturate there.
     """
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
     KIND: tl.constexpr = chunk.k.dtype.element_ty
     x, y, _i, inside = load_new(chunk, rope, first, kv_head, q_start, q_len, SIZES, STORING, BLOCK_S, BLOCK_D)
     blocks = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
@@ -116,18 +102,20 @@ def keep_new_block(
     inverse = 1.0 / tl.maximum(v_scale, 1.2e-38) * (2.0**-24)
     y = tl.minimum(tl.maximum(y.to(tl.float32) * inverse, -3.4e38), 3.4e38)
     y, power = to_fp16_with_exponent(y, tl.minimum(top * inverse, 3.4e38), 24)
-    store_block(scratch.v, y, kv_head, block, scratch.rows, finite, 0.0, HEAD_DIM, BLOCK_D, BLOCK_S)
+    store_block(scratch.v, y, kv_head, block, scratch.rows, finite, 0.0, SIZES.head_dim, BLOCK_D, BLOCK_S)
     # Keys that were rotated or transformed are rounded to their own type, as queries are.
     store_block(
         scratch.k, x.to(KIND), kv_head, block, scratch.rows, finite, keys_without_value(inside, KIND),
-        HEAD_DIM, BLOCK_D, BLOCK_S,
+        SIZES.head_dim, BLOCK_D, BLOCK_S,
     )  # fmt: skip
     tl.store(scratch.k_block_factor + blocks, 1.0)
-    store_value_power(scratch, power, power != 1.0, blocks)
     if K_HAS_FACTOR:
         tl.store(scratch.k_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
     if V_PER_KEY:
-        tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
+        # Beside factors of old keys: P is kept in float16 in units of the largest.
+        tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32) * power)
+        power = tl.full([], 1.0, tl.float32)
+    store_value_power(scratch, power, power != 1.0, blocks)
 
 
 @triton.jit
@@ -138,17 +126,14 @@ def fill_block(
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Leaves block `block` of all sequences' keys, old or new, of one head in the scratch."""
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    K_DESCALE: tl.constexpr = K.descale
-    V_DESCALE: tl.constexpr = V.descale
     K_TYPE: tl.constexpr = None if K_IN_PAGES else chunk.k.dtype.element_ty
-    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
-    K_HAS_FACTOR: tl.constexpr = (K_DESCALE != "scalar" and K_DESCALE != "head") or K_IN_PAGES
+    V_PER_KEY: tl.constexpr = V.descale != "scalar" and V.descale != "head"
+    K_HAS_FACTOR: tl.constexpr = (K.descale != "scalar" and K.descale != "head") or K_IN_PAGES
     seq, in_seq, held, q_start, q_len = find_block(
-        q, table, scratch, batch, block, limit, True, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
+        q, table, scratch, batch, block, limit, True, True, SIZES.page_size, False, BLOCK_S, NVIDIA
     )
-    k_scale = times_head_descale(scales.k, k_descale, seq, kv_head, K_DESCALE)
-    v_scale = times_head_descale(scales.v, v_descale, seq, kv_head, V_DESCALE)
+    k_scale = times_head_descale(scales.k, k_descale, seq, kv_head, K.descale)
+    v_scale = times_head_descale(scales.v, v_descale, seq, kv_head, V.descale)
     old_blocks = tl.cdiv(held, BLOCK_S)
     if in_seq >= old_blocks:
         keep_new_block(
@@ -187,16 +172,7 @@ def _produce_kernel(
         num_groups, num_tiles: programs of a head that quantise, and tiles, at most.
         SIZES, K, V, STORING, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Filling`, `Blocks`.
     """
-    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
-    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
     K_IN_PAGES: tl.constexpr = FILLING.k_type is None
-    INT64_OFFSETS: tl.constexpr = FILLING.int64_offsets
-    NVIDIA: tl.constexpr = FILLING.nvidia
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    BLOCK_S: tl.constexpr = BLOCKS.s
-    BLOCK_T: tl.constexpr = BLOCKS.t
-    BLOCK_I: tl.constexpr = BLOCKS.i
     if FILLING.early:
         begin_next_launch()
     k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
@@ -213,38 +189,40 @@ def _produce_kernel(
         max_pages, table.num_pages,
     )  # fmt: skip
     pid = tl.program_id(0)
-    first_group = num_blocks * NUM_KV_HEADS
-    first_order = first_group + num_groups * NUM_KV_HEADS
+    first_group = num_blocks * SIZES.num_kv_heads
+    first_order = first_group + num_groups * SIZES.num_kv_heads
     if (pid >= first_group) & (pid < first_order):
-        kv_head = (pid - first_group) % NUM_KV_HEADS
-        group = (pid - first_group) // NUM_KV_HEADS
+        kv_head = (pid - first_group) % SIZES.num_kv_heads
+        group = (pid - first_group) // SIZES.num_kv_heads
         seq, in_seq, _, q_start, q_len = find_block(
-            stored, table, scratch, batch, group, 0, False, True, PAGE_SIZE, False, BLOCK_T, NVIDIA
-        )
+            stored, table, scratch, batch, group, 0, False, True, SIZES.page_size, False, BLOCKS.t,
+            FILLING.nvidia,
+        )  # fmt: skip
         if seq < 0:
             return
         store_new(
-            chunk, rope, store, table, seq, in_seq * BLOCK_T, kv_head, q_start, q_len, SIZES, K, V, STORING,
-            BLOCK_T, BLOCK_D,
+            chunk, rope, store, table, seq, in_seq * BLOCKS.t, kv_head, q_start, q_len, SIZES, K, V, STORING,
+            BLOCKS.t, BLOCKS.d,
         )  # fmt: skip
         return
     if pid >= first_order:
         schedule_tiles(
             q, table, scratch, batch, num_tiles, pid - first_order, block_m,
-            PAGE_SIZE, False, True, GQA_RATIO, True, BLOCK_S, BLOCK_I,
+            SIZES.page_size, False, True, SIZES.gqa_ratio, True, BLOCKS.s, BLOCKS.i,
         )  # fmt: skip
         return
-    kv_head = pid % NUM_KV_HEADS
-    limit, total = held_blocks(q, table, scratch, batch, True, PAGE_SIZE, False, BLOCK_S)
-    first = pid // NUM_KV_HEADS
+    kv_head = pid % SIZES.num_kv_heads
+    limit, total = held_blocks(q, table, scratch, batch, True, SIZES.page_size, False, BLOCKS.s)
+    first = pid // SIZES.num_kv_heads
     if FILLING.loops:
         for block in range(first, total, num_blocks):
             fill_block(
                 q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit,
-                kv_head, SIZES, K, V, STORING, K_IN_PAGES, INT64_OFFSETS, NVIDIA, BLOCK_D, BLOCK_S,
+                kv_head, SIZES, K, V, STORING, K_IN_PAGES, FILLING.int64_offsets, FILLING.nvidia, BLOCKS.d,
+                BLOCKS.s,
             )  # fmt: skip
     elif first < total:
         fill_block(
-            q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, first, limit,
-            kv_head, SIZES, K, V, STORING, K_IN_PAGES, INT64_OFFSETS, NVIDIA, BLOCK_D, BLOCK_S,
+            q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, first, limit, kv_head,
+            SIZES, K, V, STORING, K_IN_PAGES, FILLING.int64_offsets, FILLING.nvidia, BLOCKS.d, BLOCKS.s,
         )  # fmt: skip

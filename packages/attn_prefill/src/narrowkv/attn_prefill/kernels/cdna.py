@@ -25,7 +25,7 @@ times_head_descale = in_gluon(pages.times_head_descale)
 as_fp8 = in_gluon(queries.as_fp8)
 key_range = in_gluon(masks.key_range)
 masked_scores = in_gluon(dense.masked_scores)
-multiply_values = in_gluon(dense.multiply_values)
+multiply_values = in_gluon(softmax.multiply_values)
 softmax_step = in_gluon(softmax.softmax_step)
 write_rows = in_gluon(results.write_rows)
 
@@ -114,12 +114,11 @@ def _load_query(
     CALL: gl.constexpr, CACHE: gl.constexpr,
 ):  # fmt: skip
     """Rows of a tile of Q as the operand of Q @ K^T; zeros past the last row."""
-    QUERY: gl.constexpr = CALL.QUERY
-    line = tile.number * CALL.BLOCK_M + gl.arange(0, CALL.BLOCK_M, gl.SliceLayout(1, QUERY))
+    line = tile.number * CALL.BLOCK_M + gl.arange(0, CALL.BLOCK_M, gl.SliceLayout(1, CALL.QUERY))
     token = (tile.q_start + line // GQA_RATIO).to(gl.int64)
     head = kv_head * GQA_RATIO + line % GQA_RATIO
     at = gl.expand_dims(token * q.token + head * q.head, 1)
-    at += gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, QUERY)), 0)
+    at += gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, CALL.QUERY)), 0)
     there = gl.expand_dims(line < tile.q_len * GQA_RATIO, 1)
     x = gl.load(q.ptr + at, mask=there, other=0.0, cache_modifier=CACHE)
     if FP8 is not None:
@@ -167,9 +166,8 @@ def _quotient(a, b):
 @gluon.jit
 def _scores(q, keys, slot, CALL: gl.constexpr):
     """Q @ K^T of the tile in a slot, [BLOCK_M, BLOCK_N]."""
-    SCORES: gl.constexpr = CALL.SCORES
-    k = keys.k_tiles.index(slot).load(gl.DotOperandLayout(1, SCORES, CALL.WIDTH))
-    zeros = gl.full([CALL.BLOCK_M, CALL.BLOCK_N], 0.0, gl.float32, SCORES)
+    k = keys.k_tiles.index(slot).load(gl.DotOperandLayout(1, CALL.SCORES, CALL.WIDTH))
+    zeros = gl.full([CALL.BLOCK_M, CALL.BLOCK_N], 0.0, gl.float32, CALL.SCORES)
     if CALL.FP8:
         return cdna4.mfma_scaled(q, None, "e4m3", k.to(q.dtype, bitcast=True), None, "e4m3", zeros)
     else:
@@ -288,83 +286,68 @@ def _cdna_prefill_kernel(
 
     It serves calls without soft caps, splits, rotation, a second term of Q, and factors of single keys.
     """
-    GQA_RATIO: gl.constexpr = SIZES.gqa_ratio
     NUM_HEADS: gl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
-    HEAD_DIM: gl.constexpr = SIZES.head_dim
-    WINDOW_LEFT: gl.constexpr = RULES.window_left
-    WINDOW_RIGHT: gl.constexpr = RULES.window_right
-    HAS_SINKS: gl.constexpr = RULES.sinks
-    WRITE_LSE: gl.constexpr = RULES.lse
-    FP8: gl.constexpr = RULES.fp8
-    BLOCK_M: gl.constexpr = CALL.BLOCK_M
-    BLOCK_N: gl.constexpr = CALL.BLOCK_N
-    STAGES: gl.constexpr = CALL.STAGES
-    SCORES: gl.constexpr = CALL.SCORES
-    SUMS: gl.constexpr = CALL.SUMS
-    KEYS: gl.constexpr = CALL.KEYS
-    VALUES: gl.constexpr = CALL.VALUES
-    KEY_TILE: gl.constexpr = CALL.KEY_TILE
-    VALUE_TILE: gl.constexpr = CALL.VALUE_TILE
     pid = gl.program_id(0)
     kv_head = pid % SIZES.num_kv_heads
     tile = scheduled_tile(scratch.schedule, pid // SIZES.num_kv_heads)
     seq, kv_len, before = tile.seq, tile.kv_len, tile.before
     if seq < 0:
         return
-    q_tile = _load_query(q, tile, kv_head, GQA_RATIO, HEAD_DIM, FP8, CALL, "")
-    row_layout: gl.constexpr = gl.SliceLayout(1, SCORES)
-    scale = gl.full([BLOCK_M], 1.0, gl.float32, row_layout) * qk_scale
+    q_tile = _load_query(q, tile, kv_head, SIZES.gqa_ratio, SIZES.head_dim, RULES.fp8, CALL, "")
+    row_layout: gl.constexpr = gl.SliceLayout(1, CALL.SCORES)
+    scale = gl.full([CALL.BLOCK_M], 1.0, gl.float32, row_layout) * qk_scale
     if RULES.q_descale:
         scale *= gl.load(q.descale)
     scale = times_head_descale(scale, k_descale, seq, kv_head, K_DESCALE)
-    first_pos = before + tile.number * BLOCK_M // GQA_RATIO
-    last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
+    first_pos = before + tile.number * CALL.BLOCK_M // SIZES.gqa_ratio
+    last_pos = before + gl.minimum(((tile.number + 1) * CALL.BLOCK_M - 1) // SIZES.gqa_ratio, tile.q_len - 1)
     first = tile.padding if CALL.K_BLOCK_FACTORS else kv_len * 0
     begin, end, full, full_end = key_range(
-        first_pos, last_pos, first, kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
+        first_pos, last_pos, first, kv_len, RULES.window_left, RULES.window_right, CALL.BLOCK_N
     )
-    block = (tile.base + kv_head.to(gl.int64) * scratch.rows) // BLOCK_N
-    row = block * (BLOCK_N * HEAD_DIM)
-    k_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(1, KEYS)), 1)
-    k_row = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, KEYS)), 0)
-    v_row = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, VALUES)), 1)
-    v_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, VALUES)), 0)
+    block = (tile.base + kv_head.to(gl.int64) * scratch.rows) // CALL.BLOCK_N
+    row = block * (CALL.BLOCK_N * SIZES.head_dim)
+    k_column = gl.expand_dims(gl.arange(0, SIZES.head_dim, gl.SliceLayout(1, CALL.KEYS)), 1)
+    k_row = gl.expand_dims(gl.arange(0, CALL.BLOCK_N, gl.SliceLayout(0, CALL.KEYS)), 0)
+    v_row = gl.expand_dims(gl.arange(0, CALL.BLOCK_N, gl.SliceLayout(1, CALL.VALUES)), 1)
+    v_column = gl.expand_dims(gl.arange(0, SIZES.head_dim, gl.SliceLayout(0, CALL.VALUES)), 0)
     keys = _Keys(
-        scratch.k + row, scratch.v + row,
-        scratch.k_block_factor + block if CALL.K_BLOCK_FACTORS else block,
-        scratch.v_block_factor + block if CALL.V_BLOCK_FACTORS else block,
-        k_row * HEAD_DIM + k_column, v_row * HEAD_DIM + v_column,
-        gl.allocate_shared_memory(scratch.k.dtype.element_ty, [STAGES, HEAD_DIM, BLOCK_N], KEY_TILE),
-        gl.allocate_shared_memory(scratch.v.dtype.element_ty, [STAGES, BLOCK_N, HEAD_DIM], VALUE_TILE),
+        scratch.k + row, scratch.v + row, scratch.k_block_factor + block if CALL.K_BLOCK_FACTORS else block,
+        scratch.v_block_factor + block if CALL.V_BLOCK_FACTORS else block, k_row * SIZES.head_dim + k_column,
+        v_row * SIZES.head_dim + v_column, gl.allocate_shared_memory(scratch.k.dtype.element_ty, [CALL.STAGES,
+        SIZES.head_dim, CALL.BLOCK_N], CALL.KEY_TILE), gl.allocate_shared_memory(scratch.v.dtype.element_ty,
+        [CALL.STAGES, CALL.BLOCK_N, SIZES.head_dim], CALL.VALUE_TILE),
     )  # fmt: skip
-    m = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
-    l = gl.full([BLOCK_M], 0.0, gl.float32, row_layout)
-    acc = gl.full([BLOCK_M, HEAD_DIM], 0.0, gl.float32, SUMS)
+    m = gl.full([CALL.BLOCK_M], float("-inf"), gl.float32, row_layout)
+    l = gl.full([CALL.BLOCK_M], 0.0, gl.float32, row_layout)
+    acc = gl.full([CALL.BLOCK_M, SIZES.head_dim], 0.0, gl.float32, CALL.SUMS)
     v_block_factor = gl.to_tensor(1.0)
     if full < full_end:
         acc, m, l, v_block_factor = _full_tiles(q_tile, acc, m, l, scale, keys, full, full_end, CALL)
-    query_pos = before + (tile.number * BLOCK_M + gl.arange(0, BLOCK_M, row_layout)) // GQA_RATIO
-    if FP8 is not None:
+    query_pos = (
+        before + (tile.number * CALL.BLOCK_M + gl.arange(0, CALL.BLOCK_M, row_layout)) // SIZES.gqa_ratio
+    )
+    if RULES.fp8 is not None:
         # Q is loaded again: the compiler would hold its bytes in registers through the first loop, and spill.
         # The cache modifier keeps it from merging the two loads.
-        q_tile = _load_query(q, tile, kv_head, GQA_RATIO, HEAD_DIM, FP8, CALL, ".cg")
+        q_tile = _load_query(q, tile, kv_head, SIZES.gqa_ratio, SIZES.head_dim, RULES.fp8, CALL, ".cg")
     acc, m, l, v_block_factor = _masked_tiles(
         q_tile, acc, m, l, v_block_factor, scale, keys, query_pos, first, kv_len, begin, end, full, full_end,
         RULES, CALL,
     )  # fmt: skip
-    m = gl.convert_layout(m, gl.SliceLayout(1, SUMS))
-    l = gl.convert_layout(l, gl.SliceLayout(1, SUMS))
+    m = gl.convert_layout(m, gl.SliceLayout(1, CALL.SUMS))
+    l = gl.convert_layout(l, gl.SliceLayout(1, CALL.SUMS))
     if CALL.V_BLOCK_FACTORS:
         acc, m, l = multiply_values(acc, m, l, v_block_factor)
-    o_scale = gl.full([BLOCK_M], 1.0, gl.float32, gl.SliceLayout(1, SUMS)) * out_scale
+    o_scale = gl.full([CALL.BLOCK_M], 1.0, gl.float32, gl.SliceLayout(1, CALL.SUMS)) * out_scale
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     tokens, heads, row_mask, within = rows_of(
-        tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
+        tile.q_start, tile.q_len, tile.number, kv_head, SIZES.gqa_ratio, CALL.BLOCK_M
     )
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, False)
-    l = sum_of_held_keys(l, tile, within, WINDOW_RIGHT)
+    l = sum_of_held_keys(l, tile, within, RULES.window_right)
     write_rows(
         out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
-        gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUMS)), out.token, out.head, out.lse_token,
-        HEAD_DIM, HAS_SINKS, WRITE_LSE,
+        gl.arange(0, SIZES.head_dim, gl.SliceLayout(0, CALL.SUMS)), out.token, out.head, out.lse_token,
+        SIZES.head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip

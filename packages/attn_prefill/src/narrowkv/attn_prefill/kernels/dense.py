@@ -21,7 +21,7 @@ from narrowkv.paged_cache.kernels.queries import as_fp8, load_query, scale_to_fp
 from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, apply_value_factors
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
-from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, softmax_step
+from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, multiply_values, softmax_step
 
 
 @triton.jit
@@ -78,96 +78,89 @@ def dense_range(
     needs none; "rest", all rounds are tiles that need one, and those from round `full` on lie behind
     [full, full_end).
     """
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    WINDOW_LEFT: tl.constexpr = RULES.window_left
-    WINDOW_RIGHT: tl.constexpr = RULES.window_right
-    FOLDED: tl.constexpr = RULES.folded
-    K_PER_KEY: tl.constexpr = WIDENED.k_per_key
-    V_PER_KEY: tl.constexpr = WIDENED.v_per_key
-    K_BLOCK_FACTORS: tl.constexpr = WIDENED.k_block_factors
-    V_BLOCK_FACTORS: tl.constexpr = WIDENED.v_block_factors
-    TMA: tl.constexpr = WIDENED.tma
-    OVERLAP: tl.constexpr = WIDENED.overlap
-    BLOCK_N: tl.constexpr = BLOCKS.n
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    BLOCK_S: tl.constexpr = BLOCKS.s
     AHEAD: tl.constexpr = WIDENED.ahead and MASK == "none"
-    d = tl.arange(0, BLOCK_D)
-    if OVERLAP:
-        p = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
+    d = tl.arange(0, BLOCKS.d)
+    if WIDENED.overlap:
+        p = tl.zeros([q.shape[0], BLOCKS.n], tl.float32)
         correction = l * 0.0 + 1.0
     if AHEAD:
         # A range without tiles loads one all the same, somewhere in the scratch.
-        last_row = scratch.rows.to(tl.int64) * SIZES.num_kv_heads - BLOCK_N
-        row = tl.minimum(base + begin * BLOCK_N, last_row)
-        next_k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
-        next_v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+        last_row = scratch.rows.to(tl.int64) * SIZES.num_kv_heads - BLOCKS.n
+        row = tl.minimum(base + begin * BLOCKS.n, last_row)
+        next_k = load_rows(scratch.k, k_desc, row, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
+        next_v = load_rows(scratch.v, v_desc, row, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
     for tile in range(begin, rounds):
         if MASK == "rest":
             tile += tl.where(tile < full, 0, full_end - full)
-        row = base + tile * BLOCK_N
-        if OVERLAP:
-            row = base + tl.minimum(tile, end - 1) * BLOCK_N
+        row = base + tile * BLOCKS.n
+        if WIDENED.overlap:
+            row = base + tl.minimum(tile, end - 1) * BLOCKS.n
         # Small loads are issued first: the matrix products hide their latency.
         scale = logit_scale
-        if K_BLOCK_FACTORS:
-            scale *= tl.load(scratch.k_block_factor + row // BLOCK_S)
-        if K_PER_KEY:
-            k_factor = tl.load(scratch.k_factor + row + tl.arange(0, BLOCK_N))
-        if V_BLOCK_FACTORS:
-            factor = tl.load(scratch.v_block_factor + row // BLOCK_S)
-        if V_PER_KEY:
-            v_factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
+        if WIDENED.k_block_factors:
+            scale *= tl.load(scratch.k_block_factor + row // BLOCKS.s)
+        if WIDENED.k_per_key:
+            k_factor = tl.load(scratch.k_factor + row + tl.arange(0, BLOCKS.n))
+        if WIDENED.v_block_factors:
+            factor = tl.load(scratch.v_block_factor + row // BLOCKS.s)
+        if WIDENED.v_per_key:
+            v_factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCKS.n))
         if AHEAD:
             k, v = next_k, next_v
         else:
-            k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)  # [BLOCK_N, BLOCK_D]
+            k = load_rows(
+                scratch.k, k_desc, row, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma
+            )  # [BLOCK_N, BLOCK_D]
         if RULES.fp8 is not None:
             k = k.to(RULES.fp8, bitcast=True)
         s = tl.dot(q, tl.trans(k))
         if RULES.split_q:
             s = tl.dot(q_low, tl.trans(k), s)
         if AHEAD:
-            upcoming = base + tl.minimum(tile + 1, rounds - 1) * BLOCK_N
-            next_k = load_rows(scratch.k, k_desc, upcoming, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
-        if OVERLAP:
-            previous = base + tl.maximum(tile - 1, begin) * BLOCK_N
-            v = load_rows(scratch.v, v_desc, previous, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+            upcoming = base + tl.minimum(tile + 1, rounds - 1) * BLOCKS.n
+            next_k = load_rows(
+                scratch.k, k_desc, upcoming, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma
+            )
+        if WIDENED.overlap:
+            previous = base + tl.maximum(tile - 1, begin) * BLOCKS.n
+            v = load_rows(scratch.v, v_desc, previous, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
             acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
-        if not FOLDED:
+        if not RULES.folded:
             s *= scale[:, None]
-            if K_PER_KEY:
+            if WIDENED.k_per_key:
                 s *= k_factor[None, :]
             if RULES.soft_cap:
                 s = capped_logits(s, soft_cap)
-        before = tile * BLOCK_N
-        n = tl.arange(0, BLOCK_N)
+        before = tile * BLOCKS.n
+        n = tl.arange(0, BLOCKS.n)
         if MASK == "branch":
             n += before
             # A second loop would have to fill its pipeline again.
             if (tile < full) | (tile >= full_end):
                 s = masked_scores(
-                    s, n, query_pos, first, tl.minimum(num_keys, end * BLOCK_N), K_BLOCK_FACTORS, OVERLAP,
-                    WINDOW_LEFT, WINDOW_RIGHT,
+                    s, n, query_pos, first, tl.minimum(num_keys, end * BLOCKS.n), WIDENED.k_block_factors,
+                    WIDENED.overlap, RULES.window_left, RULES.window_right,
                 )  # fmt: skip
         elif MASK == "rest":
             # Counted from the tile's first key, the keys are the same numbers in every tile.
             s = masked_scores(
-                s, n, query_pos - before, first - before, num_keys - before, K_BLOCK_FACTORS, OVERLAP,
-                WINDOW_LEFT, WINDOW_RIGHT,
+                s, n, query_pos - before, first - before, num_keys - before, WIDENED.k_block_factors,
+                WIDENED.overlap, RULES.window_left, RULES.window_right,
             )  # fmt: skip
-        p, m, l, correction = softmax_step(s, m, l, scale if FOLDED else None)
-        if V_BLOCK_FACTORS:
+        p, m, l, correction = softmax_step(s, m, l, scale if RULES.folded else None)
+        if WIDENED.v_block_factors:
             correction *= v_block_factor / factor
             v_block_factor = factor
-        if V_PER_KEY:
+        if WIDENED.v_per_key:
             p, correction, v_largest = apply_value_factors(p, correction, v_factor, v_largest)
-        if not OVERLAP:
+        if not WIDENED.overlap:
             if not AHEAD:
-                v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+                v = load_rows(scratch.v, v_desc, row, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
             acc = tl.dot(to_fp16(p, AHEAD and RULES.fp8 is not None), v, acc * correction[:, None])
             if AHEAD:
-                next_v = load_rows(scratch.v, v_desc, upcoming, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+                next_v = load_rows(
+                    scratch.v, v_desc, upcoming, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma
+                )
     return acc, m, l, v_block_factor, v_largest
 
 
@@ -209,19 +202,6 @@ def dense_keys(
     return acc, m, l
 
 
-@triton.jit
-def multiply_values(acc, m, l, factor):
-    """The state `(acc, m, l)` of rows with the sums of values multiplied by a positive number.
-
-    Where a sum could leave float32's range, the running sum is divided instead: a power of two moves from
-    `acc` to `l` and `m`, which changes neither acc / l nor the log-sum-exp.
-    """
-    exponent = (factor.to(tl.int32, bitcast=True) >> 23) - 127
-    moved = tl.maximum(exponent - 64, 0)
-    down = ((127 - moved) << 23).to(tl.float32, bitcast=True)
-    return acc * (factor * down), m + moved.to(tl.float32), l * down
-
-
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _dense_prefill_kernel(
     q, out, rope, scratch, k_desc, v_desc, k_descale, v_descale, workspace,
@@ -240,19 +220,7 @@ def _dense_prefill_kernel(
         qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
         SIZES, RULES, WIDENED, BLOCKS: `Sizes`, `Rules`, `Widened`, `Blocks`.
     """
-    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
     NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    COMPUTE: tl.constexpr = RULES.compute
-    SPLIT_Q: tl.constexpr = RULES.split_q
-    WINDOW_LEFT: tl.constexpr = RULES.window_left
-    WINDOW_RIGHT: tl.constexpr = RULES.window_right
-    HAS_SINKS: tl.constexpr = RULES.sinks
-    WRITE_LSE: tl.constexpr = RULES.lse
-    SETTLE: tl.constexpr = RULES.settle
-    BLOCK_M: tl.constexpr = BLOCKS.m
-    BLOCK_N: tl.constexpr = BLOCKS.n
-    BLOCK_D: tl.constexpr = BLOCKS.d
     pid = tl.program_id(0)
     kv_head = pid % SIZES.num_kv_heads
     tile = scheduled_tile(scratch.schedule, pid // SIZES.num_kv_heads)
@@ -260,27 +228,27 @@ def _dense_prefill_kernel(
     if seq < 0:
         return
     tokens, heads, row_mask, within = rows_of(
-        tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
+        tile.q_start, tile.q_len, tile.number, kv_head, SIZES.gqa_ratio, BLOCKS.m
     )
     first = tile.padding if WIDENED.k_block_factors else kv_len * 0
-    first_pos = before + tile.number * BLOCK_M // GQA_RATIO
-    last_pos = before + tl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
-    d = tl.arange(0, BLOCK_D)
+    first_pos = before + tile.number * BLOCKS.m // SIZES.gqa_ratio
+    last_pos = before + tl.minimum(((tile.number + 1) * BLOCKS.m - 1) // SIZES.gqa_ratio, tile.q_len - 1)
+    d = tl.arange(0, BLOCKS.d)
     if ROTARY_DIM > 0:
         at = tokens * q.token + heads * q.head
-        rotated = load_rotated(q.ptr, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+        rotated = load_rotated(q.ptr, at, rope, tokens, row_mask, d, SIZES.head_dim, ROTARY_DIM, INTERLEAVED)
         # Rounded to its own type, as a separate rotation would leave it.
         parts = (rotated.to(q.ptr.dtype.element_ty),)
     else:
-        parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, 1)
-    logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * qk_scale
-    o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
+        parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.d, 1)
+    logit_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * qk_scale
+    o_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * out_scale
     if RULES.q_descale:
         logit_scale *= tl.load(q.descale)
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     begin, end, full, full_end = key_range(
-        first_pos, last_pos, first, kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
+        first_pos, last_pos, first, kv_len, RULES.window_left, RULES.window_right, BLOCKS.n
     )
     split = tl.program_id(2)
     if RULES.split:
@@ -293,15 +261,15 @@ def _dense_prefill_kernel(
         if RULES.scale_q:
             parts, row_scale = scale_to_fp16(parts, 1)
             logit_scale *= row_scale
-        high, low = split_query(parts, COMPUTE, SPLIT_Q, 1)
+        high, low = split_query(parts, RULES.compute, RULES.split_q, 1)
     # Triton 3.6 returns no struct with a None from a function.
     shift = None
     if q.shift is not None and RULES.soft_cap:
         shift = load_shift(q.shift, tokens, heads, row_mask, NUM_HEADS)
     soft_cap = SoftCap(soft_cap, shift)
     acc, m, l = dense_keys(
-        high[0], low[0], tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-        tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
+        high[0], low[0], tl.zeros([BLOCKS.m, BLOCKS.d], tl.float32),
+        tl.full([BLOCKS.m], float("-inf"), tl.float32), tl.zeros([BLOCKS.m], tl.float32),
         logit_scale, soft_cap, scratch, k_desc, v_desc, tile.base + kv_head.to(tl.int64) * scratch.rows,
         before + within, first, kv_len, begin, end, full, full_end, SIZES, RULES, WIDENED, BLOCKS,
     )  # fmt: skip
@@ -310,11 +278,11 @@ def _dense_prefill_kernel(
     if RULES.split:
         write, acc, m, l = merge_splits(
             workspace, acc, m, l, pid, split, num_splits, tl.num_programs(0), row_mask,
-            SETTLE, BLOCK_M, BLOCK_D,
+            RULES.settle, BLOCKS.m, BLOCKS.d,
         )  # fmt: skip
     if write:
-        l = sum_of_held_keys(l, tile, within, WINDOW_RIGHT)
+        l = sum_of_held_keys(l, tile, within, RULES.window_right)
         write_rows(
             out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
-            out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
+            out.token, out.head, out.lse_token, SIZES.head_dim, RULES.sinks, RULES.lse,
         )  # fmt: skip

@@ -38,7 +38,7 @@ from narrowkv.paged_cache.kernels.tiles import (
 from narrowkv.quant.device import join_parts
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
-from narrowkv.runtime.attention.softmax import SoftCap, capped_logits
+from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, multiply_values
 
 
 @triton.jit
@@ -61,22 +61,19 @@ def attend_to_pages(
     Returns:
         Sums of values [BLOCK_M, BLOCK_D], running maximum and running sum.
     """
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    INT64_OFFSETS: tl.constexpr = RULES.int64_offsets
-    ACC_PARTS: tl.constexpr = RULES.acc_parts
-    BLOCK_M: tl.constexpr = BLOCKS.m
-    BLOCK_N: tl.constexpr = BLOCKS.n
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    acc = zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = zeros_in_parts(BLOCKS.m, BLOCKS.d, RULES.acc_parts)
+    m = tl.full([BLOCKS.m], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCKS.m], tl.float32)
     v_largest = read.num_keys.to(tl.float32) * 0.0 + LEAST_FACTOR
-    n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
-    page, slot = locate_keys(table, read.row_base, n, read.first_key, read.last_key, PAGE_SIZE, INT64_OFFSETS)
+    n = begin * BLOCKS.n + tl.arange(0, BLOCKS.n)
+    page, slot = locate_keys(
+        table, read.row_base, n, read.first_key, read.last_key, SIZES.page_size, RULES.int64_offsets
+    )
     s = scores_at(q, q_low, k, k_descale, page, slot, read.kv_head, logit_scale, SIZES, K, RULES, BLOCKS)
     next_page, next_slot = locate_keys(
-        table, read.row_base, n + BLOCK_N, read.first_key, read.last_key, PAGE_SIZE, INT64_OFFSETS
-    )
+        table, read.row_base, n + BLOCKS.n, read.first_key, read.last_key, SIZES.page_size,
+        RULES.int64_offsets,
+    )  # fmt: skip
     if RULES.window_left < 0:
         for tile in range(begin, full_end):
             s, acc, m, l, v_largest, page, slot, next_page, next_slot = attend_with_next_scores(
@@ -92,9 +89,9 @@ def attend_to_pages(
             q, q_low, acc, m, l, v_largest, logit_scale, soft_cap, k, v, k_descale, v_descale, table,
             read, query_pos, SIZES, K, V, RULES, BLOCKS, True,
         )  # fmt: skip
-    joined = join_parts(acc, ACC_PARTS)
+    joined = join_parts(acc, RULES.acc_parts)
     if V.factors:
-        joined *= v_largest
+        joined, m, l = multiply_values(joined, m, l, v_largest)
     return joined, m, l
 
 
@@ -104,16 +101,11 @@ def scores_at(
     SIZES: tl.constexpr, K: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK_M, BLOCK_N] of the keys at these places, scaled unless `RULES.folded`."""
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    K_VEC: tl.constexpr = K.vec
-    K_DESCALE: tl.constexpr = K.descale
-    K_PARTS: tl.constexpr = K.parts
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
-    words = load_tile(k, page, slot, kv_head, False, K_VEC, K_PARTS, HEAD_DIM, BLOCK_D)
+    PER_KEY: tl.constexpr = K.descale != "scalar" and K.descale != "head"
+    words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCKS.d)
     key_scale = 1.0
     if PER_KEY:
-        key_scale = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, False, HEAD_DIM, BLOCK_D)
+        key_scale = load_key_scale(k_descale, page, slot, kv_head, K.descale, False, SIZES.head_dim, BLOCKS.d)
     s, factor = tile_scores(q, q_low, words, key_scale, K, RULES)
     if not RULES.folded:
         s *= logit_scale[:, None]
@@ -131,45 +123,31 @@ def attend_with_next_scores(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Softmax and values of `tile`, whose scores are `s`; before them the scores of the tile that follows."""
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    V_VEC: tl.constexpr = V.vec
-    V_DESCALE: tl.constexpr = V.descale
-    V_PARTS: tl.constexpr = V.parts
-    ACC_PARTS: tl.constexpr = RULES.acc_parts
-    WINDOW_LEFT: tl.constexpr = RULES.window_left
-    WINDOW_RIGHT: tl.constexpr = RULES.window_right
-    INT64_OFFSETS: tl.constexpr = RULES.int64_offsets
-    BLOCK_N: tl.constexpr = BLOCKS.n
-    BLOCK_D: tl.constexpr = BLOCKS.d
     kv_head = read.kv_head
-    words = load_tile(v, page, slot, kv_head, True, V_VEC, V_PARTS, HEAD_DIM, BLOCK_D)
+    words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.head_dim, BLOCKS.d)
     v_scale = 1.0
-    if V_DESCALE != "scalar" and V_DESCALE != "head":
-        v_scale = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+    if V.descale != "scalar" and V.descale != "head":
+        v_scale = load_key_scale(v_descale, page, slot, kv_head, V.descale, False, SIZES.head_dim, BLOCKS.d)
     # Past the last tile these are the last key's own place again.
     s_next = scores_at(
         q, q_low, k, k_descale, next_page, next_slot, kv_head, logit_scale, SIZES, K, RULES, BLOCKS
     )
-    n = tl.arange(0, BLOCK_N)
+    n = tl.arange(0, BLOCKS.n)
     after_page, after_slot = locate_keys(
-        table,
-        read.row_base,
-        (tile + 2) * BLOCK_N + n,
-        read.first_key,
-        read.last_key,
-        PAGE_SIZE,
-        INT64_OFFSETS,
-    )
+        table, read.row_base, (tile + 2) * BLOCKS.n + n, read.first_key, read.last_key, SIZES.page_size,
+        RULES.int64_offsets,
+    )  # fmt: skip
     if RULES.soft_cap:
         s = capped_logits(s, soft_cap)
     keep = None
     if MASKED:
-        keep = visible_keys(tile * BLOCK_N + n, query_pos, 0, read.num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
+        keep = visible_keys(
+            tile * BLOCKS.n + n, query_pos, 0, read.num_keys, False, RULES.window_left, RULES.window_right
+        )
         s = tl.where(keep, s, float("-inf"))
     acc, m, l, v_largest = attend_to_tile(
         s, keep, None, words, v_scale, logit_scale if RULES.folded else None, acc, m, l, v_largest,
-        V, RULES, ACC_PARTS,
+        V, RULES, RULES.acc_parts,
     )  # fmt: skip
     return s_next, acc, m, l, v_largest, next_page, next_slot, after_page, after_slot
 
@@ -189,82 +167,64 @@ def _fused_prefill_kernel(
         num_splits: programs that share a tile's keys; with `RULES.shares` see `find_share`.
         SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
-    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
-    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
     NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    RAGGED: tl.constexpr = SIZES.ragged
-    K_PARTS: tl.constexpr = K.parts
-    K_DESCALE: tl.constexpr = K.descale
-    V_DESCALE: tl.constexpr = V.descale
-    COMPUTE: tl.constexpr = RULES.compute
-    SPLIT_Q: tl.constexpr = RULES.split_q
-    FP8: tl.constexpr = RULES.fp8
-    WINDOW_LEFT: tl.constexpr = RULES.window_left
-    WINDOW_RIGHT: tl.constexpr = RULES.window_right
-    HAS_SINKS: tl.constexpr = RULES.sinks
-    WRITE_LSE: tl.constexpr = RULES.lse
-    SETTLE: tl.constexpr = RULES.settle
-    NVIDIA: tl.constexpr = RULES.nvidia
-    BLOCK_M: tl.constexpr = BLOCKS.m
-    BLOCK_N: tl.constexpr = BLOCKS.n
-    BLOCK_D: tl.constexpr = BLOCKS.d
     k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
     k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
     q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len, q.shift)
     table = Table(
-        table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,
-        *table[6:9],
+        table.page_ids, table.row if SIZES.ragged else table_row, table.lens, num_ids, table.num_pages,
+        max_pages, *table[6:9],
     )  # fmt: skip
     pid = tl.program_id(0)
-    kv_head = pid % NUM_KV_HEADS
+    kv_head = pid % SIZES.num_kv_heads
     if RULES.shares:
         share = find_share(
-            q, table, batch, pid // NUM_KV_HEADS, num_splits, False, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE,
-            RAGGED, BLOCK_M, BLOCK_N, NVIDIA,
+            q, table, batch, pid // SIZES.num_kv_heads, num_splits, False, SIZES.gqa_ratio, RULES.window_left,
+            SIZES.page_size, SIZES.ragged, BLOCKS.m, BLOCKS.n, RULES.nvidia,
         )  # fmt: skip
         seq, tile, q_start, q_len = share.seq, share.number, share.q_start, share.q_len
         split = share.split
         num_splits = share.num_splits
     else:
-        seq, tile, q_start, q_len = tile_of(q, batch, pid // NUM_KV_HEADS, GQA_RATIO, BLOCK_M, NVIDIA)
+        seq, tile, q_start, q_len = tile_of(
+            q, batch, pid // SIZES.num_kv_heads, SIZES.gqa_ratio, BLOCKS.m, RULES.nvidia
+        )
         split = tl.program_id(2)
     if seq < 0:
         return
     served = tl.minimum(q_len, q.max_len)
-    tokens, heads, row_mask, within = rows_of(q_start, served, tile, kv_head, GQA_RATIO, BLOCK_M)
-    kv_len = sequence_length(table, seq, seq >= 0, PAGE_SIZE, RAGGED)
-    row_base = first_id(table, seq, RAGGED)
+    tokens, heads, row_mask, within = rows_of(q_start, served, tile, kv_head, SIZES.gqa_ratio, BLOCKS.m)
+    kv_len = sequence_length(table, seq, seq >= 0, SIZES.page_size, SIZES.ragged)
+    row_base = first_id(table, seq, SIZES.ragged)
     query_pos = kv_len - q_len + within
-    first_pos = kv_len - q_len + tile * BLOCK_M // GQA_RATIO
-    last_pos = kv_len - q_len + tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, served - 1)
+    first_pos = kv_len - q_len + tile * BLOCKS.m // SIZES.gqa_ratio
+    last_pos = kv_len - q_len + tl.minimum(((tile + 1) * BLOCKS.m - 1) // SIZES.gqa_ratio, served - 1)
     begin, end, full, full_end = key_range(
-        first_pos, last_pos, kv_len * 0, kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
+        first_pos, last_pos, kv_len * 0, kv_len, RULES.window_left, RULES.window_right, BLOCKS.n
     )
     first, last = begin * 0, tl.maximum(kv_len - 1, 0)
-    if WINDOW_LEFT >= 0:
+    if RULES.window_left >= 0:
         # What lies before the window may have been given back.
-        first = tl.minimum(tl.maximum(first_pos - WINDOW_LEFT, 0), last)
+        first = tl.minimum(tl.maximum(first_pos - RULES.window_left, 0), last)
     if RULES.split:
         begin, end, full, full_end = key_range_of_split(begin, end, full, full_end, split, num_splits)
 
-    parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, K_PARTS)
+    parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.d, K.parts)
     logit_scale = qk_scale
-    if FP8 is not None:
+    if RULES.fp8 is not None:
         # Queries come from anywhere, so their bytes may be any.
-        high = (as_fp8(parts[0], FP8, False),)
+        high = (as_fp8(parts[0], RULES.fp8, False),)
         low = high
     else:
         if RULES.scale_q:
-            parts, row_scale = scale_to_fp16(parts, K_PARTS)
+            parts, row_scale = scale_to_fp16(parts, K.parts)
             logit_scale *= row_scale
-        high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
-    o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
+        high, low = split_query(parts, RULES.compute, RULES.split_q, K.parts)
+    o_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * out_scale
     if RULES.q_descale:
         logit_scale *= tl.load(q.descale)
-    logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
-    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
+    logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K.descale)
+    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V.descale)
     read = Read(row_base, kv_head, kv_len, first, last)
     # Triton 3.6 returns no struct with a None from a function.
     shift = None
@@ -278,24 +238,25 @@ def _fused_prefill_kernel(
         )  # fmt: skip
     else:
         acc, m, l = attend_to_pages(
-            high, low, tl.full([BLOCK_M], 1.0, tl.float32) * logit_scale, soft_cap, k, v, k_descale,
+            high, low, tl.full([BLOCKS.m], 1.0, tl.float32) * logit_scale, soft_cap, k, v, k_descale,
             v_descale, table, read, query_pos, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     if RULES.shares:
         last_one, acc, m, l = merge_shares(
-            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, NVIDIA, BLOCK_M, BLOCK_D
-        )
+            workspace, share, acc, m, l, kv_head, row_mask, SIZES.num_kv_heads, RULES.settle, RULES.nvidia,
+            BLOCKS.m, BLOCKS.d,
+        )  # fmt: skip
         if not last_one:
             return
     elif RULES.split:
         last_one, acc, m, l = merge_splits(
             workspace, acc, m, l, pid, split, num_splits, tl.num_programs(0), row_mask,
-            SETTLE, BLOCK_M, BLOCK_D,
+            RULES.settle, BLOCKS.m, BLOCKS.d,
         )  # fmt: skip
         if not last_one:
             return
     write_rows(
-        out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask, tl.arange(0, BLOCK_D),
-        out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
+        out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask, tl.arange(0, BLOCKS.d),
+        out.token, out.head, out.lse_token, SIZES.head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip

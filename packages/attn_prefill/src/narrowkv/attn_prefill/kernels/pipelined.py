@@ -5,7 +5,7 @@ one, and computes the next softmax while the matrix unit works: the overlap of F
 2024). Programs stay and take tile after tile, so that copies of a tile's first keys run during the end of the
 tile before. Written in Gluon, since plain Triton schedules by itself; the functions around the loop are plain
 Triton's own.
-Where V is out of float16's range, one warpgroup attends to all of the launch instead, step by step.
+If V is out of float16's range, one warpgroup attends to all of the launch instead, step by step.
 """
 
 from triton.experimental import gluon
@@ -51,11 +51,6 @@ await_previous_launch = in_gluon(handover.await_previous_launch)
 scheduled_tile = in_gluon(rows.scheduled_tile)
 times_head_descale = in_gluon(pages.times_head_descale)
 
-# The name of Triton 3.8 and later, and that before.
-all_warps = getattr(gl, "barrier", None) or gl.thread_barrier
-# The name of Triton 3.8 and later, and that before.
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
 
 @gluon.jit
 def attend_with_factors(
@@ -99,17 +94,17 @@ def attend_with_factors(
             row = row_of(order, i, PAD, BLOCK_N)
             # All warps are done with what lies there.
             fence_async_shared()
-            all_warps()
+            gl.barrier()
             mbarrier.expect(copied, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            load_tile(v_desc, [base + row, 0], copied, v_ring.tiles.index(0))
+            tma.async_load(v_desc, [base + row, 0], copied, v_ring.tiles.index(0))
             if page_desc is None:
-                load_tile(k_desc, [base + row, 0], copied, k_ring.tiles.index(0))
+                tma.async_load(k_desc, [base + row, 0], copied, k_ring.tiles.index(0))
             elif row < rows_in_pages(tile, PAD):
                 places = places_of(pages, page_desc, tile, kv_head, row, PAGE_SIZE, RAGGED, PAD, BLOCK_N)
                 PIECES: gl.constexpr = k_ring.pieces.shape[0] // k_ring.tiles.shape[0]
                 load_pieces(page_desc, places, kv_head * pages.columns, k_ring.pieces, 0, PIECES, copied)
             else:
-                load_tile(k_desc, [base + row, 0], copied, k_ring.tiles.index(0))
+                tma.async_load(k_desc, [base + row, 0], copied, k_ring.tiles.index(0))
             mbarrier.wait(copied, phase)
             phase ^= 1
             zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
@@ -150,7 +145,7 @@ def attend_with_factors(
             WRITE_LSE,
         )
     # Whoever is last leaves both numbers as the next launch expects them.
-    all_warps()
+    gl.barrier()
     if gl.atomic_add(work.factor_flag + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
         gl.store(work.factor_flag, 0)
         gl.store(work.factor_flag + 1, 0)
@@ -169,83 +164,67 @@ def _pipelined_prefill_kernel(
     all is in the scratch. new_scale: of logits of the chunk's own keys. soft_cap: None without one.
     SIZES, RULES: `Sizes`, `PipelinedRules`.
     """
-    NUM_KV_HEADS: gl.constexpr = SIZES.num_kv_heads
-    GQA_RATIO: gl.constexpr = SIZES.gqa_ratio
-    HEAD_DIM: gl.constexpr = SIZES.head_dim
-    PAGE_SIZE: gl.constexpr = SIZES.page_size
-    RAGGED: gl.constexpr = SIZES.ragged
-    K_DESCALE: gl.constexpr = RULES.k_descale
-    V_DESCALE: gl.constexpr = RULES.v_descale
-    PAD: gl.constexpr = RULES.pad
-    TWO_SCALES: gl.constexpr = RULES.two_scales
-    V_BLOCK_FACTORS: gl.constexpr = RULES.v_block_factors
-    WINDOW_LEFT: gl.constexpr = RULES.window_left
-    WINDOW_RIGHT: gl.constexpr = RULES.window_right
-    HAS_SINKS: gl.constexpr = RULES.sinks
-    WRITE_LSE: gl.constexpr = RULES.lse
-    SPLIT: gl.constexpr = RULES.split
-    BLOCK_M: gl.constexpr = RULES.block_m
-    BLOCK_N: gl.constexpr = RULES.block_n
-    STAGES: gl.constexpr = RULES.stages
     if page_desc is not None:
         pages = Pages(
-            pages.page_ids, pages.row if RAGGED else table_row, num_ids, pages.num_pages, max_pages,
+            pages.page_ids, pages.row if SIZES.ragged else table_row, num_ids, pages.num_pages, max_pages,
             pages.column, pages.row_step, pages.page, pages.head, pages.columns,
         )  # fmt: skip
     work = Work(scratch.schedule, num_tiles, num_splits, scratch.rows, scratch.factor_flag)
     scales = Scales(qk_scale, new_scale, out_scale, k_descale, v_descale, soft_cap)
     KIND: gl.constexpr = q.ptr.dtype.element_ty
-    if V_BLOCK_FACTORS:
+    if RULES.v_block_factors:
         copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(copied, count=1)
     q_tiles = gl.allocate_shared_memory(
-        KIND, [2, BLOCK_M // 2, HEAD_DIM],
-        gl.NVMMASharedLayout.get_default_for([BLOCK_M // 2, HEAD_DIM], KIND),
+        KIND, [2, RULES.block_m // 2, SIZES.head_dim],
+        gl.NVMMASharedLayout.get_default_for([RULES.block_m // 2, SIZES.head_dim], KIND),
     )  # fmt: skip
-    k_ring = key_ring(k_desc, page_desc, STAGES)
-    v_ring = key_ring(v_desc, None, STAGES)
+    k_ring = key_ring(k_desc, page_desc, RULES.stages)
+    v_ring = key_ring(v_desc, None, RULES.stages)
     fence_async_shared()
     await_previous_launch()
-    if V_BLOCK_FACTORS:
+    if RULES.v_block_factors:
         with_factors = gl.load(scratch.factor_flag) != 0
     gl.warp_specialize(
         [
             (
                 attend,
                 (
-                    work, q, out, scales, workspace, k_ring, v_ring,
-                    q_tiles.index(0), 0, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM,
-                    K_DESCALE, V_DESCALE, PAD, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT,
-                    HAS_SINKS, WRITE_LSE, SPLIT,
-                    BLOCK_M, BLOCK_N, STAGES,
+                    work, q, out, scales, workspace, k_ring, v_ring, q_tiles.index(0), 0,
+                    SIZES.num_kv_heads, SIZES.gqa_ratio, SIZES.head_dim,
+                    RULES.k_descale, RULES.v_descale, RULES.pad, RULES.two_scales,
+                    RULES.window_left, RULES.window_right, RULES.sinks, RULES.lse, RULES.split,
+                    RULES.block_m, RULES.block_n, RULES.stages,
                 ),
             ),
             (
                 attend,
                 (
-                    work, q, out, scales, workspace, k_ring, v_ring,
-                    q_tiles.index(1), 1, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM,
-                    K_DESCALE, V_DESCALE, PAD, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT,
-                    HAS_SINKS, WRITE_LSE, SPLIT,
-                    BLOCK_M, BLOCK_N, STAGES,
+                    work, q, out, scales, workspace, k_ring, v_ring, q_tiles.index(1), 1,
+                    SIZES.num_kv_heads, SIZES.gqa_ratio, SIZES.head_dim,
+                    RULES.k_descale, RULES.v_descale, RULES.pad, RULES.two_scales,
+                    RULES.window_left, RULES.window_right, RULES.sinks, RULES.lse, RULES.split,
+                    RULES.block_m, RULES.block_n, RULES.stages,
                 ),
             ),
             (
                 copy_keys,
                 (
-                    work, k_desc, v_desc, page_desc, pages, k_ring, v_ring, NUM_KV_HEADS, GQA_RATIO,
-                    PAGE_SIZE, RAGGED, PAD, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N, STAGES,
+                    work, k_desc, v_desc, page_desc, pages, k_ring, v_ring,
+                    SIZES.num_kv_heads, SIZES.gqa_ratio, SIZES.page_size, SIZES.ragged, RULES.pad,
+                    RULES.window_left, RULES.window_right, RULES.split,
+                    RULES.block_m, RULES.block_n, RULES.stages,
                 ),
             ),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 32],
     )  # fmt: skip
-    if V_BLOCK_FACTORS:
+    if RULES.v_block_factors:
         if with_factors:
             attend_with_factors(
                 work, q, out, scales, scratch, k_desc, v_desc, page_desc, pages, k_ring, v_ring,
-                q_tiles.index(0), copied, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, PAGE_SIZE, RAGGED,
-                K_DESCALE, V_DESCALE, PAD, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE,
-                BLOCK_M, BLOCK_N,
+                q_tiles.index(0), copied, SIZES.num_kv_heads, SIZES.gqa_ratio, SIZES.head_dim,
+                SIZES.page_size, SIZES.ragged, RULES.k_descale, RULES.v_descale, RULES.pad, RULES.two_scales,
+                RULES.window_left, RULES.window_right, RULES.sinks, RULES.lse, RULES.block_m, RULES.block_n,
             )  # fmt: skip

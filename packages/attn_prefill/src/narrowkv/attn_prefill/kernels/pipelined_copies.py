@@ -18,17 +18,10 @@ from narrowkv.attn_prefill.kernels.pipelined_items import (
 )
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.kernels import pages
-from narrowkv.runtime.launch.gluon import in_gluon
+from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
 
 first_id = in_gluon(pages.first_id)
 locate_keys = in_gluon(pages.locate_keys)
-
-# The name of Triton 3.8 and later, and that before.
-reinterpret = (
-    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-)
-# The name of Triton 3.8 and later, and that before.
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 class Ring(NamedTuple):
@@ -187,7 +180,7 @@ def copy_keys(
 def copy_tile(desc, row, ring, count, STAGES: gl.constexpr):
     """Starts the copy of rows from `row` on into the ring, as its tile number `count`, once there is room."""
     stage, filled = await_room(ring, count, desc.block_type.nbytes, STAGES)
-    load_tile(desc, [row, 0], filled, ring.tiles.index(stage))
+    tma.async_load(desc, [row, 0], filled, ring.tiles.index(stage))
 
 
 @gluon.jit
@@ -237,4 +230,4 @@ def load_pieces(desc, places, column, pieces, stage, PIECES: gl.constexpr, fille
     """Starts the copies of a tile's pieces: 64 columns of all its pages, then the next 64."""
     for i in gl.static_range(PIECES):
         at = [places[i % len(places)], column + i // len(places) * desc.block_shape[1]]
-        load_tile(desc, at, filled, pieces.index(stage * PIECES + i))
+        tma.async_load(desc, at, filled, pieces.index(stage * PIECES + i))

@@ -16,9 +16,6 @@ sum_of_held_keys = in_gluon(rows.sum_of_held_keys)
 output_rows = in_gluon(results.output_rows)
 write_lse = in_gluon(results.write_lse)
 
-# The name of Triton 3.8 and later, and that before.
-load_lines = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
 
 @gluon.constexpr_function
 def product_layout(columns):
@@ -62,7 +59,7 @@ def lines_of(x, tile, kv_head, part, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr
 def copy_queries(q, tile, kv_head, there, q_tile, half, GQA_RATIO: gl.constexpr):
     """Starts to copy the rows of a tile that exists into shared memory; rows past the last are undefined."""
     at, mask = lines_of(q, tile, kv_head, tile.number * 2 + half, GQA_RATIO, q_tile.shape[0], q_tile.shape[1])
-    load_lines(q_tile, at, mask=mask & there)
+    async_copy.async_load(q_tile, at, mask=mask & there)
     async_copy.commit_group()
 
 

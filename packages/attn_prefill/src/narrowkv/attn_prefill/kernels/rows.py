@@ -205,7 +205,7 @@ def held_blocks(
 ):  # fmt: skip
     """The most blocks of keys that a sequence may have to be held in the scratch, and the blocks of all.
 
-    Where a plan's bound on all keys together is too low, the longest sequences are left out. NEW: blocks of
+    If a plan's bound on all keys together is too low, the longest sequences are left out. NEW: blocks of
     new keys count too.
     """
     limit = tl.cdiv(scratch.max_keys, BLOCK_N)

@@ -23,12 +23,12 @@ from narrowkv.runtime.attention.results import (
     merge_partial_results,
     store_partial_result,
 )
+from narrowkv.runtime.attention.softmax import multiply_values
 
 # Splits of a tile at most: the last program to arrive reads the partial results of all of them.
 _MOST_SPLITS = tl.constexpr(32)
 # Key tiles of a split at least: with fewer a program spends most of its time on its start.
 _LEAST_TILES = tl.constexpr(4)
-
 
 class Share(NamedTuple):
     """What a program attends to.
@@ -140,26 +140,20 @@ def attend_to_share(
         logit_scale: of the scores, one number.
         full, full_end: the key tiles that all rows see whole.
     """
-    K_PARTS: tl.constexpr = K.parts
-    ACC_PARTS: tl.constexpr = RULES.acc_parts
-    WINDOW_LEFT: tl.constexpr = RULES.window_left
-    WINDOW_RIGHT: tl.constexpr = RULES.window_right
-    BLOCK_M: tl.constexpr = BLOCKS.m
-    BLOCK_D: tl.constexpr = BLOCKS.d
     # The softmax of unmasked tiles takes the maximum before it scales, so the scale must be positive.
-    q = times_sign(q, logit_scale, K_PARTS)
-    q_low = times_sign(q_low, logit_scale, K_PARTS)
+    q = times_sign(q, logit_scale, K.parts)
+    q_low = times_sign(q_low, logit_scale, K.parts)
     logit_scale = tl.abs(logit_scale)
     state = State(
-        zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS),
-        tl.full([BLOCK_M], float("-inf"), tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
+        zeros_in_parts(BLOCKS.m, BLOCKS.d, RULES.acc_parts),
+        tl.full([BLOCKS.m], float("-inf"), tl.float32),
+        tl.zeros([BLOCKS.m], tl.float32),
         logit_scale * 0.0 + LEAST_FACTOR,
     )
     keys = Keys(read.row_base, read.kv_head, read.first_key, read.last_key)
-    low, high = visible_range(query_pos, 0, read.num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
-    seen = SeenKeys(low if WINDOW_LEFT >= 0 else None, tl.minimum(high, read.num_keys - 1), None, 0)
-    if BLOCK_M >= 64:
+    low, high = visible_range(query_pos, 0, read.num_keys, False, RULES.window_left, RULES.window_right)
+    seen = SeenKeys(low if RULES.window_left >= 0 else None, tl.minimum(high, read.num_keys - 1), None, 0)
+    if BLOCKS.m >= 64:
         # A loop once around leaves Q in shared memory, see `_paged_decode_kernel`.
         once = tl.minimum(num_splits, 1)
         for _ in range(once):
@@ -167,16 +161,16 @@ def attend_to_share(
                 begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
                 v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
             )  # fmt: skip
-            q = unless_zero(once, q, K_PARTS)
+            q = unless_zero(once, q, K.parts)
     else:
         state = attend_to_rows(
             begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
             v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
     acc, m, l, largest = state
-    joined = join_parts(acc, ACC_PARTS)
+    joined = join_parts(acc, RULES.acc_parts)
     if V.factors:
-        joined *= largest
+        joined, m, l = multiply_values(joined, m, l, largest)
     return joined, m, l
 
 

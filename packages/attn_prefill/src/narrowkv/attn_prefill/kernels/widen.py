@@ -35,8 +35,8 @@ BF16_VALUE_EXPONENT = tl.constexpr(5)
 def to_fp16_with_exponent(widened, top, EXPONENT: tl.constexpr):
     """A float32 tile times 2**EXPONENT, as float16 and the power of two that it is still to be multiplied by.
 
-    Where `top` times 2**EXPONENT is from 2**-12 to 2**15, the power is 1, and elements too small to keep all
-    their bits are off by at most 2**-13 of the largest. Elsewhere the largest element comes to lie in
+    If `top` times 2**EXPONENT is from 2**-12 to 2**15, the power is 1, and elements too small to keep all
+    their bits are off by at most 2**-13 of the largest. Otherwise the largest element comes to lie in
     [2**14, 2**15), or below if it was below 2**-26.
 
     Args:
@@ -110,50 +110,39 @@ def widen_block(
         K_TYPE: what K becomes; the matrix unit's FP8 type keeps the bytes as stored; None leaves K in its
             pages and stores a factor for each key, which is NaN where its V is not finite.
     """
-    HEAD_DIM: tl.constexpr = SIZES.head_dim
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    RAGGED: tl.constexpr = SIZES.ragged
-    K_VEC: tl.constexpr = K.vec
-    K_FORMAT: tl.constexpr = K.format
-    K_ROUTE: tl.constexpr = K.route
-    K_DESCALE: tl.constexpr = K.descale
-    K_PARTS: tl.constexpr = K.parts
-    V_VEC: tl.constexpr = V.vec
-    V_FORMAT: tl.constexpr = V.format
-    V_ROUTE: tl.constexpr = V.route
-    V_DESCALE: tl.constexpr = V.descale
-    V_PARTS: tl.constexpr = V.parts
-    row_base = first_id(table, seq, RAGGED)
+    row_base = first_id(table, seq, SIZES.ragged)
     n = first_row + tl.arange(0, BLOCK_N)
     inside = (n >= 0) & (n < kv_len)
-    page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, PAGE_SIZE, INT64_OFFSETS)
-    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
-    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, SIZES.page_size, INT64_OFFSETS)
+    K_PER_KEY: tl.constexpr = K.descale != "scalar" and K.descale != "head"
+    V_PER_KEY: tl.constexpr = V.descale != "scalar" and V.descale != "head"
     if K_TYPE is not None:
-        k_words = load_tile(k, page, slot, kv_head, False, K_VEC, K_PARTS, HEAD_DIM, BLOCK_D)
-    v_words = load_tile(v, page, slot, kv_head, True, V_VEC, V_PARTS, HEAD_DIM, BLOCK_D)
+        k_words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCK_D)
+    v_words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.head_dim, BLOCK_D)
     k_scale = 1.0
     v_scale = 1.0
     if K_PER_KEY:
-        k_scale = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, False, HEAD_DIM, BLOCK_D)
+        k_scale = load_key_scale(k_descale, page, slot, kv_head, K.descale, False, SIZES.head_dim, BLOCK_D)
     if V_PER_KEY:
-        v_scale = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+        v_scale = load_key_scale(v_descale, page, slot, kv_head, V.descale, False, SIZES.head_dim, BLOCK_D)
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_N + tl.arange(0, BLOCK_N)
     blocks = kv_head.to(tl.int64) * (scratch.rows // BLOCK_N) + block
-    if V_FORMAT == "bf16":
+    if V.format == "bf16":
         widened_v = v_words
         v_factor = v_scale
     else:
-        parts, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, tl.float16, V_PARTS, V_DESCALE)
-        widened_v = join_parts(parts, V_PARTS)
+        parts, v_factor = widen_tile(v_words, v_scale, V.format, V.route, tl.float16, V.parts, V.descale)
+        widened_v = join_parts(parts, V.parts)
     finite, top = finite_rows(widened_v, inside)
     power = tl.full([], 1.0, tl.float32)
-    if V_FORMAT == "bf16":
+    if V.format == "bf16":
         widened_v, power = to_fp16_with_exponent(widened_v.to(tl.float32), top, BF16_VALUE_EXPONENT)
     if V_PER_KEY:
         finite = finite & (tl.abs(v_factor) < float("inf"))
         tl.store(scratch.v_factor + factors, tl.where(finite, v_factor, 0.0))
-    store_block(scratch.v, widened_v, kv_head, block, scratch.rows, finite, 0.0, HEAD_DIM, BLOCK_D, BLOCK_N)
+    store_block(
+        scratch.v, widened_v, kv_head, block, scratch.rows, finite, 0.0, SIZES.head_dim, BLOCK_D, BLOCK_N
+    )
     factor_flag = power != 1.0
     if K_TYPE is None:
         bad = inside & ~finite
@@ -164,11 +153,11 @@ def widen_block(
             widened_k = as_fp8(k_words, K_TYPE, False).to(tl.uint8, bitcast=True)
             k_factor = k_scale
         else:
-            parts, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, K_TYPE, K_PARTS, K_DESCALE)
-            widened_k = join_parts(parts, K_PARTS)
+            parts, k_factor = widen_tile(k_words, k_scale, K.format, K.route, K_TYPE, K.parts, K.descale)
+            widened_k = join_parts(parts, K.parts)
         store_block(
             scratch.k, widened_k, kv_head, block, scratch.rows, finite, keys_without_value(inside, K_TYPE),
-            HEAD_DIM, BLOCK_D, BLOCK_N,
+            SIZES.head_dim, BLOCK_D, BLOCK_N,
         )  # fmt: skip
         if K_PER_KEY:
             tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
@@ -185,10 +174,8 @@ def find_and_widen_block(
     INT64_OFFSETS: tl.constexpr, NVIDIA: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Widens block `block` of all sequences' keys, of one head."""
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    RAGGED: tl.constexpr = SIZES.ragged
     seq, in_seq, kv_len, _, _ = find_block(
-        q, table, scratch, batch, block, limit, True, False, PAGE_SIZE, RAGGED, BLOCK_N, NVIDIA
+        q, table, scratch, batch, block, limit, True, False, SIZES.page_size, SIZES.ragged, BLOCK_N, NVIDIA
     )
     widen_block(
         k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
@@ -212,45 +199,34 @@ def _widen_kernel(
             for each block: in a loop the compiler keeps 80 registers instead of 55.
         SIZES, K, V, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Filling`, `Blocks`.
     """
-    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
-    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
-    PAGE_SIZE: tl.constexpr = SIZES.page_size
-    RAGGED: tl.constexpr = SIZES.ragged
-    K_TYPE: tl.constexpr = FILLING.k_type
-    CAUSAL: tl.constexpr = FILLING.causal
-    INT64_OFFSETS: tl.constexpr = FILLING.int64_offsets
-    NVIDIA: tl.constexpr = FILLING.nvidia
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    BLOCK_N: tl.constexpr = BLOCKS.s
-    BLOCK_I: tl.constexpr = BLOCKS.i
     if FILLING.early:
         begin_next_launch()
     k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
     k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
     q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, None)
     table = Table(
-        table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,
-        *table[6:9],
+        table.page_ids, table.row if SIZES.ragged else table_row, table.lens, num_ids, table.num_pages,
+        max_pages, *table[6:9],
     )  # fmt: skip
     scratch = Scratch(*scratch[0:9], max_keys, key_blocks)
     pid = tl.program_id(0)
-    if pid >= num_blocks * NUM_KV_HEADS:
+    if pid >= num_blocks * SIZES.num_kv_heads:
         schedule_tiles(
-            q, table, scratch, batch, num_tiles, pid - num_blocks * NUM_KV_HEADS, block_m,
-            PAGE_SIZE, RAGGED, False, GQA_RATIO, CAUSAL, BLOCK_N, BLOCK_I,
+            q, table, scratch, batch, num_tiles, pid - num_blocks * SIZES.num_kv_heads, block_m,
+            SIZES.page_size, SIZES.ragged, False, SIZES.gqa_ratio, FILLING.causal, BLOCKS.s, BLOCKS.i,
         )  # fmt: skip
         return
-    kv_head = pid % NUM_KV_HEADS
-    limit, total = held_blocks(q, table, scratch, batch, False, PAGE_SIZE, RAGGED, BLOCK_N)
-    first = pid // NUM_KV_HEADS
+    kv_head = pid % SIZES.num_kv_heads
+    limit, total = held_blocks(q, table, scratch, batch, False, SIZES.page_size, SIZES.ragged, BLOCKS.s)
+    first = pid // SIZES.num_kv_heads
     if FILLING.loops:
         for block in range(first, total, num_blocks):
             find_and_widen_block(
                 q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
-                SIZES, K, V, K_TYPE, INT64_OFFSETS, NVIDIA, BLOCK_D, BLOCK_N,
+                SIZES, K, V, FILLING.k_type, FILLING.int64_offsets, FILLING.nvidia, BLOCKS.d, BLOCKS.s,
             )  # fmt: skip
     elif first < total:
         find_and_widen_block(
             q, k, v, k_descale, v_descale, table, scratch, batch, first, limit, kv_head,
-            SIZES, K, V, K_TYPE, INT64_OFFSETS, NVIDIA, BLOCK_D, BLOCK_N,
+            SIZES, K, V, FILLING.k_type, FILLING.int64_offsets, FILLING.nvidia, BLOCKS.d, BLOCKS.s,
         )  # fmt: skip

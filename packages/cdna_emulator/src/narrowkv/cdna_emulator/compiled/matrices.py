@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from narrowkv.cdna_emulator import formats
-from narrowkv.cdna_emulator.matrix import _BITS, mfma_shape
+from narrowkv.cdna_emulator.matrix import _BITS, Shape, mfma_shape
 from narrowkv.cdna_emulator.matrix_sums import _LEAST, GROUPS
 from narrowkv.cdna_emulator.operands import constant_bits
 from narrowkv.cdna_emulator.parser import Instruction
@@ -29,7 +29,8 @@ _ELEMENTS = {
     "fp4": 8,
 }
 _FACTOR = np.dtype(
-    [("element", "i4"), ("bits", "i4"), ("two_runs", "i4"), ("least", "i4"), ("format", FORMAT)]
+    [(name, "i4") for name in ("element", "bits", "least", "count", "run")]
+    + [("start", "i4", 16), ("format", FORMAT)]
 )
 _SHAPE = np.dtype(
     [(name, "i4") for name in ("m", "k", "blocks", "result", "group", "scale_a", "scale_b", "pad")]
@@ -37,13 +38,18 @@ _SHAPE = np.dtype(
 )
 
 
-def _factor(kind: str, per_lane: int, target: str) -> Array:
+def _factor(kind: str, shape: Shape, target: str) -> Array:
     factor = np.zeros((), _FACTOR)
     narrow = kind in ("fp8", "bf8", "fp6", "bf6", "fp4")
     factor["element"], factor["bits"] = _ELEMENTS[kind], _BITS[kind]
-    factor["two_runs"] = kind in ("fp8", "bf8") and per_lane == 32
     factor["least"] = _LEAST.get(kind, _LEAST.get(f"{kind} {target}", 0))
     factor["format"] = format_of(small_float(kind, target) if narrow else formats.E4M3FN)[0]
+    count = shape.k * shape.m * shape.blocks // LANES
+    run = 16 if kind in ("fp8", "bf8") and count == 32 else count
+    factor["count"], factor["run"] = count, run
+    group, row = np.divmod(4 * np.arange(16), shape.m)
+    block, part = np.divmod(group, shape.k // count)
+    factor["start"] = (block * shape.k + part * run) * shape.m + row
     return factor
 
 
@@ -55,11 +61,10 @@ def translate_matrix(code: Code, inst: Instruction) -> bool:
     if shape.m != shape.n or shape.m not in (4, 16, 32):
         raise UntranslatableError(f"a product of {shape.m} x {shape.n}")
     program, scaled = code.program, "_scale_" in inst.name
-    per_lane = shape.k * shape.m * shape.blocks // LANES
     fields = np.zeros(1, _SHAPE)
     fields["m"], fields["k"], fields["blocks"] = shape.m, shape.k, shape.blocks
     fields["result"] = ("f32", "i32", "f64").index(shape.result)
-    fields["a"], fields["b"] = (_factor(kind, per_lane, program.target) for kind in (shape.a, shape.b))
+    fields["a"], fields["b"] = (_factor(kind, shape, program.target) for kind in (shape.a, shape.b))
     uses_model = program.hardware_sums and shape.a in GROUPS and "f8f6f4" not in inst.name
     fields["group"] = GROUPS[shape.a] if uses_model else 0
     scales = [0, 0]

@@ -122,7 +122,7 @@ class NarrowAttentionBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """Where SGLang writes which of a request's guesses see which; None without speculative decoding."""
+        """SGLang's buffer of masks between the guesses of a request; None without speculative decoding."""
         return self._verify_mask
 
     def _tree(self, size: int, guesses: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where the first and the newest tokens of each row lie in a small FP8 cache beside the pages of all others.
+"""Places of the first and the newest tokens of each row in a small FP8 cache beside the pages of the rest.
 
 Token t of a row is in the small cache if it is one of the first `first` or of the newest `recent` tokens. Row
 b has one page of `first + recent` slots there: the first tokens keep theirs, the newest go around the others.

@@ -13,7 +13,7 @@ from narrowkv.quant.device_e4m3 import e4m3_to_fp16
 from narrowkv.quant.device_fp4 import exponents_to_fp16, share_exponent, tile_exponent
 from narrowkv.quant.device_fp4_cdna4 import widen_groups_cdna4
 from narrowkv.quant.device_int import widen_int4, zero_point_and_scale
-from narrowkv.runtime.attention.softmax import softmax_step
+from narrowkv.runtime.attention.softmax import headroom, softmax_step
 
 # Where the largest factor of a key begins: not zero, so that it can be divided by, and below any other.
 LEAST_FACTOR = tl.constexpr(1.2e-38)
@@ -50,15 +50,7 @@ def tile_scores(q, q_low, words, key_scale, K: tl.constexpr, RULES: tl.constexpr
         key_scale: of `load_key_scale`, or 1.
         K: `Stored`. RULES: compute, split_q, native, fp8 and clean of the caller's `Rules`.
     """
-    COMPUTE: tl.constexpr = RULES.compute
-    SPLIT_Q: tl.constexpr = RULES.split_q
-    FP8: tl.constexpr = RULES.fp8
-    CLEAN: tl.constexpr = RULES.clean
-    K_FORMAT: tl.constexpr = K.format
-    K_ROUTE: tl.constexpr = K.route
-    K_PARTS: tl.constexpr = K.parts
-    K_DESCALE: tl.constexpr = K.descale
-    if RULES.native and K_DESCALE == "e4m3":
+    if RULES.native and K.descale == "e4m3":
         # A scale with a mantissa is a factor of the key; the instruction's own scales are 2**0.
         GROUPS: tl.constexpr = words.shape[1] // 16
         s = scores_fp4_native(q, words, tl.full([words.shape[0], GROUPS], 127, tl.uint8))
@@ -66,15 +58,15 @@ def tile_scores(q, q_low, words, key_scale, K: tl.constexpr, RULES: tl.constexpr
     elif RULES.native:
         s = scores_fp4_native(q, words, key_scale)
         factor = 1.0
-    elif FP8 is not None:
-        stored = tl.trans(as_fp8(words, FP8, CLEAN))
+    elif RULES.fp8 is not None:
+        stored = tl.trans(as_fp8(words, RULES.fp8, RULES.clean))
         s = tl.dot(q[0], stored)
-        if SPLIT_Q:
+        if RULES.split_q:
             s = tl.dot(q_low[0], stored, s)
         factor = key_scale
     else:
-        widened, factor = widen_tile(words, key_scale, K_FORMAT, K_ROUTE, COMPUTE, K_PARTS, K_DESCALE)
-        s = scores(q, q_low, widened, SPLIT_Q, K_PARTS)
+        widened, factor = widen_tile(words, key_scale, K.format, K.route, RULES.compute, K.parts, K.descale)
+        s = scores(q, q_low, widened, RULES.split_q, K.parts)
     return s, factor
 
 
@@ -100,43 +92,35 @@ def attend_to_tile(
     Returns:
         The new `(acc, m, l, largest)`.
     """
-    COMPUTE: tl.constexpr = RULES.compute
-    FP8: tl.constexpr = RULES.fp8
-    CLEAN: tl.constexpr = RULES.clean
-    P_SCALE: tl.constexpr = RULES.p_scale
-    V_FORMAT: tl.constexpr = V.format
-    V_ROUTE: tl.constexpr = V.route
-    V_PARTS: tl.constexpr = V.parts
-    V_DESCALE: tl.constexpr = V.descale
-    p, m, l, correction = softmax_step(s, m, l, scale)
-    if FP8 is not None:
-        values, factor = (as_fp8(words, FP8, CLEAN),), value_scale
+    p, m, l, correction = softmax_step(s, m, l, scale, headroom(RULES.compute))
+    if RULES.fp8 is not None:
+        values, factor = (as_fp8(words, RULES.fp8, RULES.clean),), value_scale
     else:
-        values, factor = widen_tile(words, value_scale, V_FORMAT, V_ROUTE, COMPUTE, V_PARTS, V_DESCALE)
+        values, factor = widen_tile(words, value_scale, V.format, V.route, RULES.compute, V.parts, V.descale)
         if ACC_PARTS == 1:
-            values = (join_parts(values, V_PARTS, V_ROUTE == "cdna4"),)
+            values = (join_parts(values, V.parts, V.route == "cdna4"),)
     if V.factors:
         p, correction, largest = apply_value_factors(p, correction, factor, largest)
         if keep is not None:
             p = tl.where(keep, p, 0.0)  # 0 * NaN
     # Widened FP4 is finite with one scale a head; the factor of each key is masked above. Scales of groups
     # may be NaN.
-    ONE_SCALE: tl.constexpr = V_DESCALE == "e8m0" or V_DESCALE == "e4m3"
-    FINITE: tl.constexpr = V_FORMAT == "fp4_e2m1" and ONE_SCALE and V_ROUTE != "ptx8"
+    ONE_SCALE: tl.constexpr = V.descale == "e8m0" or V.descale == "e4m3"
+    FINITE: tl.constexpr = V.format == "fp4_e2m1" and ONE_SCALE and V.route != "ptx8"
     if keep is not None and not FINITE:
         if confine is None:
             p, values = confine_nonfinite(p, values, keep, ACC_PARTS)
         else:
             if confine:
                 p, values = confine_nonfinite(p, values, keep, ACC_PARTS)
-    if FP8 is not None:
-        acc = (accumulate_fp8(acc[0], correction, p * P_SCALE, values[0], FP8),)
+    if RULES.fp8 is not None:
+        acc = (accumulate_fp8(acc[0], correction, p * RULES.p_scale, values[0], RULES.fp8),)
     else:
         if RULES.lazy:
             if tl.min(correction, 0) < 1.0:
                 acc = scaled_parts(acc, correction, ACC_PARTS)
             correction = None
-        acc = accumulate(acc, correction, p, values, COMPUTE, ACC_PARTS)
+        acc = accumulate(acc, correction, p, values, RULES.compute, ACC_PARTS)
     return acc, m, l, largest
 
 

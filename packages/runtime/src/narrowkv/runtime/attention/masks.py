@@ -28,7 +28,7 @@ def query_ranges(q, seqs, batch, claimed):
     known = begins & (end >= 0) & (end <= q.num_tokens)
     # Of 64 bits, too: what passes the test fits in 32.
     begin = tl.maximum(tl.where(begins, begin, 0).to(tl.int32), claimed)
-    # A running maximum: the interpreter is slow at scans, and Triton 3.6 compiles none in a branch for AMD.
+    # A running maximum: the interpreter is slow at scans.
     begin = tl.max(tl.where(seqs[:, None] <= seqs[None, :], begin[:, None], 0), 0)
     return begin, tl.where(known, tl.maximum(end.to(tl.int32) - begin, 0), 0), tl.max(begin, 0)
 

@@ -22,24 +22,40 @@ class SoftCap(NamedTuple):
     shift: Any
 
 
+@triton.constexpr_function
+def headroom(dtype):
+    """By how many powers of two numerators of this 16-bit type stay below 1.
+
+    bfloat16 keeps values of float32's range, whose weighted sum must not pass that range where their mean does
+    not: with numerators of at most 2**-24 it does not, up to 2**24 keys. Float16 has no room below 1 to give.
+    """
+    return 24 if dtype.is_bf16() else 0
+
+
 @triton.jit
-def softmax_step(s, m, l, scale=None):
+def softmax_step(s, m, l, scale=None, HEADROOM: tl.constexpr = 0):
     """Takes one tile of logits `[M, N]` into the running maximum and the running sum `[M]`.
+
+    The state of a row is (m, l), a reference and the sum of 2**(logit - m). The reference is the largest logit
+    so far plus HEADROOM, so that numerators are at most 2**-HEADROOM; merges and results take any reference.
 
     Args:
         s: the logits.
         m, l: the running maximum and the running sum.
         scale: what the logits are still to be multiplied by, `[M]` and positive; None for 1. A multiply-add
             applies it together with the maximum.
+        HEADROOM: of `headroom`.
 
     Returns:
         `(p, m, l, correction)`: the tile's numerators, the new state, and the correction factor of all that
         was summed before. A row that has only seen logits of -inf has p = 0, l = 0, m = -inf.
     """
-    if scale is None:
-        m_new = tl.maximum(m, tl.max(s, 1))
-    else:
-        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    top = tl.max(s, 1)
+    if scale is not None:
+        top *= scale
+    if HEADROOM > 0:
+        top += HEADROOM
+    m_new = tl.maximum(m, top)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     if scale is None:
         p = tl.exp2(s - m_safe[:, None])
@@ -47,6 +63,23 @@ def softmax_step(s, m, l, scale=None):
         p = tl.exp2(s * scale[:, None] - m_safe[:, None])
     correction = tl.exp2(m - m_safe)
     return p, m_new, l * correction + tl.sum(p, 1), correction
+
+
+@triton.jit
+def multiply_values(acc, m, l, factor):
+    """The state `(acc, m, l)` of rows `[M]` with the sums of values `[M, D]` multiplied by positive numbers.
+
+    Where a sum could leave float32's range, the running sum is divided instead: a power of two moves from
+    `acc` to `l` and `m`, which changes neither acc / l nor the log-sum-exp.
+
+    Args:
+        factor: a number, or one for each row `[M]`.
+    """
+    factor = tl.zeros_like(l) + factor
+    exponent = (factor.to(tl.int32, bitcast=True) >> 23) - 127
+    moved = tl.maximum(exponent - 64, 0)
+    down = ((127 - moved) << 23).to(tl.float32, bitcast=True)
+    return acc * (factor * down)[:, None], m + moved.to(tl.float32), l * down
 
 
 @triton.jit

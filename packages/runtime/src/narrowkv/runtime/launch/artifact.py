@@ -125,33 +125,34 @@ def _loops(lines: list[str]) -> list[tuple[int, int]]:
     return loops
 
 
-def hot_loop(assembly: str) -> InstructionMix:
-    """The loop that holds the most matrix instructions, innermost first; empty when no loop has any."""
-    lines = _code_lines(assembly)
-    best: InstructionMix = InstructionMix()
-    best_key = (0, 0)
+def _hot_loop(lines: list[str]) -> range:
+    """Lines of the loop with the most matrix instructions, of several the shortest; empty if none has any."""
+    best, best_key = range(0), (0, 0)
     for begin, end in _loops(lines):
-        mix = InstructionMix(_instructions(lines[begin : end + 1]))
-        key = (mix.mfma, begin - end)
-        if mix.mfma and key > best_key:
-            best, best_key = mix, key
+        mfma = InstructionMix(_instructions(lines[begin : end + 1])).mfma
+        if mfma and (mfma, begin - end) > best_key:
+            best, best_key = range(begin, end + 1), (mfma, begin - end)
     return best
 
 
+def hot_loop(assembly: str) -> InstructionMix:
+    """The loop that holds the most matrix instructions, innermost first; empty when no loop has any."""
+    lines = _code_lines(assembly)
+    return InstructionMix(_instructions(lines[i] for i in _hot_loop(lines)))
+
+
 def spills_in_loops(assembly: str) -> int:
-    """Instructions inside loops that move spilled registers: to memory or AGPRs, or scalars to lanes."""
+    """Instructions that move spilled vector registers in any loop, or spilled scalars in the hot loop.
+
+    Vector registers are spilled to memory or AGPRs, scalars to lanes of a vector register.
+    """
     lines = _code_lines(assembly)
     texts = assembly.splitlines()
     lanes = set(_LANES_OF_SCALARS.findall(assembly))
     inside = {i for begin, end in _loops(lines) for i in range(begin, end + 1)}
-
-    def spills(i: int) -> bool:
-        move = _LANE_MOVE.match(lines[i])
-        if move is not None and move[1] in lanes:
-            return True
-        return lines[i].startswith("scratch_") or "Reload Reuse" in texts[i]
-
-    return sum(spills(i) for i in inside)
+    vectors = sum(lines[i].startswith("scratch_") or "Reload Reuse" in texts[i] for i in inside)
+    moves = (_LANE_MOVE.match(lines[i]) for i in _hot_loop(lines))
+    return vectors + sum(move is not None and move[1] in lanes for move in moves)
 
 
 @dataclass(frozen=True)

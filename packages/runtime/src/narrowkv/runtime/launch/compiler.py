@@ -20,7 +20,6 @@ from triton.runtime.interpreter import InterpretedFunction
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.cache_folder import explained_cache_errors
-from narrowkv.runtime.launch.cache_key import settle_cache_key
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.parsing import one_thread_parses
 from narrowkv.runtime.targets import Target
@@ -91,7 +90,6 @@ def compile_launch(
             "start the process without it (narrowkv interprets CPU tensors by itself)"
         )
     with one_thread_parses, _active_driver(target), explained_cache_errors():
-        settle_cache_key(kernel, constexprs)
         compiled = kernel.warmup(*args, **constexprs, grid=grid, **options.for_target(target))
         if hasattr(compiled, "result"):
             compiled = compiled.result()

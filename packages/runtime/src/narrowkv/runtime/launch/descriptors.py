@@ -69,15 +69,9 @@ def _parts(call: tuple[Any, ...], given: list[Any], places: list[int]) -> list[t
     Raises:
         LookupError: something else than an encoding, sizes and strides.
     """
-    plain = next(value for index, value in enumerate(given) if index not in places)
-    # Triton 3.6 passes arguments one by one, later ones in a list.
-    lists = [each for each in (call, call[-1]) if isinstance(each, tuple | list)]
-    flat = next((each for each in lists if _place(each, plain) is not None), None)
-    if flat is None:
+    flat, at = call[-1], 0
+    if not isinstance(flat, tuple | list):
         raise LookupError("no arguments")
-    at = (_place(flat, plain) or 0) - sum(
-        1 + 2 * len(value.shape) for value in given[: given.index(plain)] if is_descriptor(value)
-    )
     found = []
     for index, value in enumerate(given):
         if index in places:
@@ -92,7 +86,3 @@ def _parts(call: tuple[Any, ...], given: list[Any], places: list[int]) -> list[t
         else:
             raise LookupError("another encoding")
     return found
-
-
-def _place(values: Any, wanted: object) -> int | None:
-    return next((index for index, value in enumerate(values) if value is wanted), None)

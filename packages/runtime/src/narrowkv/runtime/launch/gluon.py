@@ -1,49 +1,26 @@
-"""Gluon beside plain Triton: whether it is there, and device functions that both use."""
+"""Gluon beside plain Triton: device functions that both use, and names that differ between versions."""
 
 from __future__ import annotations
 
-import importlib
 import types
 from functools import cache
 from typing import Any
 
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
-# Parts of Gluon that kernels use. Triton added them one by one, so each is looked up instead of a version.
-_WANTED = {
-    "hopper": (
-        "triton.experimental.gluon.language.nvidia.hopper",
-        ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
-    ),
-    "cdna": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy",)),
-    # With Triton 3.8, which also has the launch option `llvm_fn_attrs`.
-    "cdna_turns": ("triton.experimental.gluon.language.amd", ("warp_pipeline_stage", "cdna5")),
-}
-
-
-@cache
-def has_gluon(family: str = "hopper") -> bool:
-    """Whether this Triton has what kernels for a family of targets are written in; asked once.
-
-    Args:
-        family: "hopper", "cdna", or "cdna_turns" for kernels whose waves take turns.
-    """
-    module, names = _WANTED[family]
-    try:
-        found = importlib.import_module(module)
-    except ImportError:
-        return False
-    return all(hasattr(found, name) for name in names)
+# The name of Triton 3.9, and that of 3.8.
+reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
 
 
 @cache
 def _language() -> types.ModuleType:
     """`triton.language` as Gluon has it: ranges and constants take the layout of what they meet."""
-    from triton.experimental.gluon import language as gl
-
-    # Names that plain Triton spells differently.
-    renamed = {"debug_barrier": "barrier" if hasattr(gl, "barrier") else "thread_barrier"}
+    renamed = {"debug_barrier": "barrier"}  # names that plain Triton spells differently
     module = types.ModuleType(tl.__name__)
     for name, value in vars(tl).items():
         if not name.startswith("__"):
@@ -65,8 +42,6 @@ def in_gluon(function: Any) -> Any:
     Raises:
         TypeError: it is not a `@triton.jit` function.
     """
-    from triton.experimental import gluon
-
     if not isinstance(function, JITFunction):
         raise TypeError(f"function must be a @triton.jit function, got {type(function).__name__}")
     source = function.fn

@@ -17,7 +17,6 @@ import torch
 import triton
 
 from narrowkv.runtime.launch.cache_folder import explained_cache_errors
-from narrowkv.runtime.launch.cache_key import settle_cache_key
 from narrowkv.runtime.launch.descriptors import Encode, encoder_of
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.targets import device_target
@@ -254,7 +253,6 @@ class GpuLaunch:
                 break
         if self.again(grid, args):
             return
-        settle_cache_key(self._kernel, self._constexprs)
         with explained_cache_errors():
             compiled = self._kernel[grid](
                 *args, **self._constexprs, **self._options.for_target(device_target(device))

@@ -7,7 +7,7 @@ Triton's Python modules (`private_triton`). The body of a kernel, and of each fu
 with globals in which what is Triton's is replaced by its counterpart in the copy. Threads may interpret and
 compile at once, and a launch can be interrupted or forked at any instant.
 
-The stock interpreter computes some things wrongly (seen in Triton 3.6 to 3.9); `RepairedBuilder` mends them:
+The stock interpreter computes some things wrongly (seen in Triton 3.8 and 3.9); `RepairedBuilder` mends them:
 
 * bfloat16 values are held as raw 16-bit integers, and both arithmetic and `tl.dot` use those integers;
 * float32 and bfloat16 to FP8 rounds half away from zero on the truncated tail and does not saturate;
@@ -174,7 +174,7 @@ class RepairedBuilder(stock.InterpreterBuilder):
         return result
 
     def get_bf16(self, value: float) -> Any:
-        """A constant; Triton 3.6 to 3.8 have none in bfloat16."""
+        """A constant; Triton 3.8 has none in bfloat16."""
         return stock.TensorHandle(_f32_to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
 
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
@@ -312,11 +312,6 @@ def _interpret_language() -> None:
     # Functions of the standard library are the one or, where TRITON_INTERPRET is set, the other.
     for kind in (_copy.module("triton.runtime.jit").JITFunction, stock.InterpretedFunction):
         kind.__call__ = _call_standard
-    # Triton 3.6 converts only zero-dimensional scalars to loop bounds.
-    tl.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
-    stock_to_ir = tl.dtype.to_ir
-    # Triton 3.6's interpreter does not know the FNUZ types; each type is passed through unchanged there.
-    tl.dtype.to_ir = lambda self, builder: self if self in _TORCH_FP8 else stock_to_ir(self, builder)
     # The one builder object is referred to from many places; changing its class repairs it for all of them.
     builder.__class__ = RepairedBuilder
     share_types(tl, stock)

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 from dataclasses import dataclass
-from functools import cache
 
 from triton import knobs
 
 from narrowkv.runtime.targets import Target
-
-# The name of the only attribute that Triton before 3.8 could set.
-_ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
-_HINT_OF_ITERATIVE_ILP = "memory-bound-attention"
-
-
-@cache
-def _known_to_amd_backend() -> frozenset[str]:
-    """The options that this Triton's AMD backend has."""
-    options = importlib.import_module("triton.backends.amd.compiler").HIPOptions
-    return frozenset(field.name for field in dataclasses.fields(options))
 
 
 @dataclass(frozen=True)
@@ -36,10 +22,7 @@ class LaunchOptions:
         matrix_instr_nonkdim: rows and columns of a matrix instruction, 16 or 32.
         kpack: elements along K, in multiples of an instruction's, that one LDS load fetches; gfx950 has wider
             instructions instead, and is not given it.
-        llvm_fn_attrs: comma-separated attributes of LLVM's function. Triton has the option since 3.8; before,
-            "amdgpu-sched-strategy=iterative-ilp" goes as the scheduling hint that sets it, and others are
-            left out.
-        schedule_hint: a hint to the scheduler; Triton before 3.8 only, later ones do not act on it.
+        llvm_fn_attrs: comma-separated attributes of LLVM's function.
         maxnreg: a bound on a thread's registers, so that more warps fit.
         launch_pdl: the launch may begin before the one ahead has ended: the kernel itself waits for what that
             one leaves.
@@ -53,7 +36,6 @@ class LaunchOptions:
     matrix_instr_nonkdim: int | None = None
     kpack: int | None = None
     llvm_fn_attrs: str | None = None
-    schedule_hint: str | None = None
 
     maxnreg: int | None = None
     launch_pdl: bool = False
@@ -72,18 +54,9 @@ class LaunchOptions:
                 "waves_per_eu": self.waves_per_eu,
                 "matrix_instr_nonkdim": self.matrix_instr_nonkdim,
                 "kpack": None if target.name == "gfx950" else self.kpack,
-                **self._scheduling(),
+                "llvm_fn_attrs": self.llvm_fn_attrs,
             }
         elif target.vendor == "nvidia":
             vendor = {"maxnreg": self.maxnreg, "launch_pdl": self.launch_pdl or None}
         options |= {name: value for name, value in vendor.items() if value is not None}
         return options
-
-    def _scheduling(self) -> dict[str, str | None]:
-        if "llvm_fn_attrs" in _known_to_amd_backend():
-            return {"llvm_fn_attrs": self.llvm_fn_attrs}
-        attributes = (self.llvm_fn_attrs or "").replace(" ", "").split(",")
-        hints = [hint for hint in (self.schedule_hint,) if hint]
-        if _ITERATIVE_ILP in attributes and _HINT_OF_ITERATIVE_ILP not in ",".join(hints):
-            hints.append(_HINT_OF_ITERATIVE_ILP)
-        return {"schedule_hint": ",".join(hints) or None}

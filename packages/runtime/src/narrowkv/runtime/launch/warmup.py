@@ -25,7 +25,6 @@ from triton.runtime.jit import JITFunction
 
 from narrowkv.runtime.errors import UnsupportedError, check_positive_int
 from narrowkv.runtime.launch.bound import BoundLaunch
-from narrowkv.runtime.launch.cache_key import settle_cache_key
 from narrowkv.runtime.launch.compiles import count_compiles
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.targets import compile_target, device_target
@@ -117,8 +116,8 @@ class KernelSpec:
 
     Attributes:
         kernel: where the kernel is imported from.
-        args: runtime arguments, with a `TensorSpec` for each tensor. Of an int that the kernel is specialised
-            on, only whether it is 1, a multiple of 16 and within 32 bits matters.
+        args: runtime arguments, with a `TensorSpec` for each tensor. An int that the kernel is specialised
+            on matters only by whether it is 1, a multiple of 16 and within 32 bits.
         constexprs: `tl.constexpr` arguments by name.
         options: compiler options.
     """
@@ -157,7 +156,6 @@ class KernelSpec:
             compile_launch(compile_target(target), kernel, (1,), args, constexprs, self.options)
             return
         options = self.options.for_target(device_target("cuda"))
-        settle_cache_key(kernel, constexprs)
         compiled = kernel.warmup(*args, grid=(1,), **constexprs, **options)
         if hasattr(compiled, "result"):
             compiled.result()

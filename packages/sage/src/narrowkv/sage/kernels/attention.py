@@ -184,9 +184,7 @@ def interleave_keys(p, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.cons
 @triton.jit
 def load_keys(keys, k_desc, kv_head, first, CALL: tl.constexpr):
     """Words of K [BLOCK_N, words of a row] from scratch row `first` on."""
-    FORMAT: tl.constexpr = CALL.FORMAT
-    HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
-    WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
+    WORDS: tl.constexpr = CALL.HEAD_DIM // 2 if CALL.FORMAT == "int4" else CALL.HEAD_DIM
     if CALL.TMA:
         return k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
     else:
@@ -214,26 +212,27 @@ def attend(
 
     words, v: with AHEAD K and V of this tile; else unused, and returned unchanged.
     """
-    BLOCK_N: tl.constexpr = CALL.BLOCK_N
-    # Strings of a struct are bound to names: Triton 3.6 passes on only its numbers.
-    FORMAT: tl.constexpr = CALL.FORMAT
-    first = base + tile * BLOCK_N
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = base + tile * CALL.BLOCK_N
+    n = tile * CALL.BLOCK_N + tl.arange(0, CALL.BLOCK_N)
     if AHEAD:
         # Memory answers in order: the scale is needed before the next tile.
-        scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, GROUPS.SPAN, GROUPS.GROUPS)
-        s = scores(q, words, FORMAT)
-        words = load_keys(keys, k_desc, kv_head, base + upcoming * BLOCK_N, CALL)
+        scale = load_key_scale(
+            keys.k_descale, kv_head, first, keys.rows, CALL.BLOCK_N, GROUPS.SPAN, GROUPS.GROUPS
+        )
+        s = scores(q, words, CALL.FORMAT)
+        words = load_keys(keys, k_desc, kv_head, base + upcoming * CALL.BLOCK_N, CALL)
     else:
-        s = scores(q, load_keys(keys, k_desc, kv_head, first, CALL), FORMAT)
-        scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, GROUPS.SPAN, GROUPS.GROUPS)
+        s = scores(q, load_keys(keys, k_desc, kv_head, first, CALL), CALL.FORMAT)
+        scale = load_key_scale(
+            keys.k_descale, kv_head, first, keys.rows, CALL.BLOCK_N, GROUPS.SPAN, GROUPS.GROUPS
+        )
     s = by_groups(s, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
     scale = scale * row_scale[:, None, None, None, None]  # [BLOCK_M, spans, 1, groups, 1]
     SCALED: tl.constexpr = MASKED or CALL.SMOOTH_Q
     if SCALED:
         s = s * scale
         if CALL.SMOOTH_Q:
-            shared = tl.load(mean_scores + first + tl.arange(0, BLOCK_N))
+            shared = tl.load(mean_scores + first + tl.arange(0, CALL.BLOCK_N))
             s += by_groups(shared[None, :], GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
         if MASKED:
             # Rows may stand past the last key here.
@@ -253,7 +252,7 @@ def attend(
         p = tl.exp2(s - shift)
     else:
         p = tl.exp2(s * scale - shift)
-    p = tl.reshape(p, [p.shape[0], BLOCK_N])
+    p = tl.reshape(p, [p.shape[0], CALL.BLOCK_N])
     correction = tl.exp2(m - m_safe)
     l = l * correction + tl.sum(p, 1)
     if AHEAD:
@@ -266,7 +265,7 @@ def attend(
     else:
         acc = tl.dot(p, values, acc * correction[:, None])
     if AHEAD:
-        v = load_values(keys, v_desc, kv_head, base + upcoming * BLOCK_N, CALL)
+        v = load_values(keys, v_desc, kv_head, base + upcoming * CALL.BLOCK_N, CALL)
     return acc, m_new, l, words, v
 
 
@@ -284,12 +283,6 @@ def _sage_attention_kernel(
     k_desc, v_desc: of K and V with their heads flattened, for TMA, or None. lse_batch, lse_token, lse_head:
     strides of lse, the first 0 when RAGGED.
     """
-    RAGGED: tl.constexpr = CALL.RAGGED
-    GQA_RATIO: tl.constexpr = CALL.GQA_RATIO
-    FORMAT: tl.constexpr = CALL.FORMAT
-    HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
-    BLOCK_M: tl.constexpr = CALL.BLOCK_M
-    BLOCK_N: tl.constexpr = CALL.BLOCK_N
     q_seqs, k_seqs = Sequences(q_bounds_ptr, batch, q_length), Sequences(k_bounds_ptr, batch, k_length)
     group = tl.program_id(0) // (together * tiles)
     within = tl.program_id(0) % (together * tiles)
@@ -298,18 +291,18 @@ def _sage_attention_kernel(
     tile = tiles - 1 - within // size
     item = group * together + within % size
     seq, head = item // num_heads, item % num_heads
-    if RAGGED:
-        seq = sequence_at(q_seqs, tile * BLOCK_M, RAGGED)
-    q_base, q_start, num_queries = extent_of(q_seqs, seq, RAGGED)
-    first_row = tile * BLOCK_M
-    if RAGGED:
+    if CALL.RAGGED:
+        seq = sequence_at(q_seqs, tile * CALL.BLOCK_M, CALL.RAGGED)
+    q_base, q_start, num_queries = extent_of(q_seqs, seq, CALL.RAGGED)
+    first_row = tile * CALL.BLOCK_M
+    if CALL.RAGGED:
         first_row -= q_base
     if first_row >= num_queries:
         return
-    k_base, _, num_keys = extent_of(k_seqs, seq, RAGGED)
-    kv_head = head // GQA_RATIO
-    row = q_base + first_row + tl.arange(0, BLOCK_M)
-    q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, "")
+    k_base, _, num_keys = extent_of(k_seqs, seq, CALL.RAGGED)
+    kv_head = head // CALL.GQA_RATIO
+    row = q_base + first_row + tl.arange(0, CALL.BLOCK_M)
+    q = load_queries(query, head, q_base + first_row, CALL.FORMAT, CALL.HEAD_DIM, CALL.BLOCK_M, "")
     q_descale = query.descale
     if Q_GROUPS.SPAN > 0:
         q_descale += head.to(tl.int64) * (query.rows // Q_GROUPS.SPAN * Q_GROUPS.GROUPS)
@@ -320,22 +313,22 @@ def _sage_attention_kernel(
         mean_scores += q_block * keys.rows
 
     offset = num_keys - num_queries if MASK.BOTTOM_RIGHT else num_keys * 0
-    query_pos = offset + first_row + tl.arange(0, BLOCK_M)
-    last_row = tl.minimum(first_row + BLOCK_M, num_queries) - 1
+    query_pos = offset + first_row + tl.arange(0, CALL.BLOCK_M)
+    last_row = tl.minimum(first_row + CALL.BLOCK_M, num_queries) - 1
     begin, end, full, full_end = key_range(
-        offset + first_row, offset + last_row, num_keys * 0, num_keys, MASK.LEFT, MASK.RIGHT, BLOCK_N
+        offset + first_row, offset + last_row, num_keys * 0, num_keys, MASK.LEFT, MASK.RIGHT, CALL.BLOCK_N
     )
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    m = tl.full([CALL.BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([CALL.BLOCK_M], tl.float32)
+    acc = tl.zeros([CALL.BLOCK_M, CALL.HEAD_DIM], tl.float32)
     words, v = 0, 0
     if CALL.AHEAD:
-        WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
-        words = tl.zeros([BLOCK_N, WORDS], keys.k.dtype.element_ty)
-        v = tl.zeros([HEAD_DIM, BLOCK_N], keys.v.dtype.element_ty)
+        WORDS: tl.constexpr = CALL.HEAD_DIM // 2 if CALL.FORMAT == "int4" else CALL.HEAD_DIM
+        words = tl.zeros([CALL.BLOCK_N, WORDS], keys.k.dtype.element_ty)
+        v = tl.zeros([CALL.HEAD_DIM, CALL.BLOCK_N], keys.v.dtype.element_ty)
         if full < full_end:
-            words = load_keys(keys, k_desc, kv_head, k_base + full * BLOCK_N, CALL)
-            v = load_values(keys, v_desc, kv_head, k_base + full * BLOCK_N, CALL)
+            words = load_keys(keys, k_desc, kv_head, k_base + full * CALL.BLOCK_N, CALL)
+            v = load_values(keys, v_desc, kv_head, k_base + full * CALL.BLOCK_N, CALL)
     for i in range(full, full_end):
         acc, m, l, words, v = attend(
             i, tl.minimum(i + 1, full_end - 1), words, v, q, acc, m, l, row_scale, keys, k_desc, v_desc,
@@ -343,7 +336,7 @@ def _sage_attention_kernel(
         )  # fmt: skip
     if CALL.REREAD_Q:
         # The modifier also keeps compilers from making one load of the two.
-        q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, ".cg")
+        q = load_queries(query, head, q_base + first_row, CALL.FORMAT, CALL.HEAD_DIM, CALL.BLOCK_M, ".cg")
     # The key tiles on both sides need the mask: one masked loop for both.
     for i in range(begin, end - (full_end - full)):
         acc, m, l, _words, _v = attend(
@@ -354,12 +347,12 @@ def _sage_attention_kernel(
 
     # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.
     empty = l == 0.0
-    d = tl.arange(0, HEAD_DIM)
-    v_descale = tl.load(keys.v_descale + (seq * (num_heads // GQA_RATIO) + kv_head) * HEAD_DIM + d)
+    d = tl.arange(0, CALL.HEAD_DIM)
+    v_descale = tl.load(keys.v_descale + (seq * (num_heads // CALL.GQA_RATIO) + kv_head) * CALL.HEAD_DIM + d)
     # P and its sum are both times 2**LOG2_P.
     o = tl.where(empty[:, None], 0.0, acc * (1.0 / l)[:, None] * v_descale[None, :])
-    token = (q_start + first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
-    written = first_row + tl.arange(0, BLOCK_M) < num_queries
+    token = (q_start + first_row + tl.arange(0, CALL.BLOCK_M)).to(tl.int64)
+    written = first_row + tl.arange(0, CALL.BLOCK_M) < num_queries
     at = seq.to(tl.int64) * out.batch + token * out.token + head.to(tl.int64) * out.head
     tl.store(out.ptr + at[:, None] + d[None, :], o.to(out.ptr.dtype.element_ty), mask=written[:, None])
     if CALL.WRITE_LSE:

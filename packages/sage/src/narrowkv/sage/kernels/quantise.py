@@ -246,7 +246,6 @@ def quantise_tokens(
     SMOOTH: "none", "sequence" (K's mean) or "block" (Q's, over these tokens). MEASURE: only finds `amax`.
     GROUPS.SPAN 0: one descale, from `amax`.
     """
-    SPAN: tl.constexpr = GROUPS.SPAN
     seq = sequence_at(seqs, block * ALIGN, RAGGED)
     base, start, length = extent_of(seqs, seq, RAGGED)
     row = block * ALIGN + tl.arange(0, ALIGN)
@@ -276,14 +275,16 @@ def quantise_tokens(
             amax = tl.max(tl.max(magnitudes(smooth, HAS_NAN), 1), 0)
             tl.atomic_max(out.amax, amax.to(tl.int32, bitcast=True))
         else:
-            if SPAN == 0:
+            if GROUPS.SPAN == 0:
                 descale = descale_from(tl.load(out.amax).to(tl.float32, bitcast=True), FORMAT_MAX)
                 tl.store(out.descale, descale)
                 of_row = tl.zeros([ALIGN], tl.float32) + descale
             else:
-                descale, of_row = group_descales(smooth, FORMAT, FORMAT_MAX, SPAN, GROUPS.GROUPS, GROUPS.RUN)
-                SPANS: tl.constexpr = ALIGN // SPAN
-                first = head.to(tl.int64) * (out.rows // SPAN * GROUPS.GROUPS) + block * (
+                descale, of_row = group_descales(
+                    smooth, FORMAT, FORMAT_MAX, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN
+                )
+                SPANS: tl.constexpr = ALIGN // GROUPS.SPAN
+                first = head.to(tl.int64) * (out.rows // GROUPS.SPAN * GROUPS.GROUPS) + block * (
                     SPANS * GROUPS.GROUPS
                 )
                 index = tl.arange(0, SPANS)[:, None] * GROUPS.GROUPS + tl.arange(0, GROUPS.GROUPS)[None, :]

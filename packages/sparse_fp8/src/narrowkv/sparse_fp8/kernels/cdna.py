@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3, cdna4
 
 from narrowkv.quant.device import e8m0_to_fp32, widen
-from narrowkv.runtime.attention.softmax import natural_lse, output_factor, softmax_step
-from narrowkv.runtime.launch.gluon import in_gluon
+from narrowkv.runtime.attention.softmax import headroom, natural_lse, output_factor, softmax_step
+from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8.config import SparseConfig
@@ -31,9 +31,6 @@ from narrowkv.sparse_fp8.kernels.rows import (
 
 async_copy = cdna4.async_copy
 _widen = in_gluon(widen)
-# Triton before 3.9 calls the first by another name, and before 3.8 it lacks the second.
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-_scaled_upcast = getattr(cdna4, "scaled_upcast", None)
 
 
 class CdnaCall(NamedTuple):
@@ -124,9 +121,9 @@ def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
 
     Rows that are not named become zeros: a buffer load that is masked off gives zeros.
     """
-    ROWS: gl.constexpr = CALL.ROWS
-    GROUP: gl.constexpr = STORED.GROUP
-    columns = gl.expand_dims(gl.arange(0, 512 if STORED.VALUES == "" else 64, gl.SliceLayout(0, ROWS)), 0)
+    columns = gl.expand_dims(
+        gl.arange(0, 512 if STORED.VALUES == "" else 64, gl.SliceLayout(0, CALL.ROWS)), 0
+    )
     live = gl.expand_dims(names_a_row(index, rows.num_rows), 1)
     if STORED.VALUES == "":
         offsets = gl.expand_dims(index * rows.stride_n, 1) + columns
@@ -142,8 +139,8 @@ def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
         for t in gl.static_range(7):
             x = cdna3.buffer_load(rows.nope, gl.expand_dims(nope_at, 1) + (t * 64 + columns), mask=live)
             stored = stored + (x,)
-            for g in gl.static_range(64 // GROUP):
-                place = scale_at + (t * (64 // GROUP) + g) * STORED.STEP
+            for g in gl.static_range(64 // STORED.GROUP):
+                place = scale_at + (t * (64 // STORED.GROUP) + g) * STORED.STEP
                 scales = scales + (
                     cdna3.buffer_load(rows.scale, place, mask=names_a_row(index, rows.num_rows)),
                 )
@@ -154,18 +151,14 @@ def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
 @gluon.jit
 def _store_rows(tile, loaded, STORED: gl.constexpr, CALL: gl.constexpr):
     """Stores the values that `_load_rows` returned in a tile in LDS."""
-    ROWS: gl.constexpr = CALL.ROWS
     if STORED.VALUES == "":
         if not CALL.ASYNC:
             tile.store(loaded[0])
     else:
-        BLOCK_K: gl.constexpr = CALL.BLOCK_K
-        FORMAT: gl.constexpr = STORED.FORMAT
-        ROUTE: gl.constexpr = STORED.ROUTE
         PARTS: gl.constexpr = 64 // STORED.GROUP
         stored, scales, rope = loaded
-        words = _view(tile, gl.int32, [BLOCK_K, 256], CALL.WORDS)
-        columns = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, ROWS)), 0)
+        words = reinterpret(tile, gl.int32, [CALL.BLOCK_K, 256], CALL.WORDS)
+        columns = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, CALL.ROWS)), 0)
         for t in gl.static_range(7):
             scale = gl.expand_dims(scales[t * PARTS], 1)
             if PARTS == 2:
@@ -173,17 +166,17 @@ def _store_rows(tile, loaded, STORED: gl.constexpr, CALL: gl.constexpr):
             if CALL.UPCAST:
                 if STORED.SCALE == "pow2":
                     scale = (scale >> 23).to(gl.uint8)
-                scale, x = gl.broadcast(scale, as_fp8(stored[t], FORMAT, ROUTE))
-                tile.slice(t * 64, 64, dim=1).store(_scaled_upcast(x, scale, gl.bfloat16))
+                scale, x = gl.broadcast(scale, as_fp8(stored[t], STORED.FORMAT, STORED.ROUTE))
+                tile.slice(t * 64, 64, dim=1).store(cdna4.scaled_upcast(x, scale, gl.bfloat16))
             else:
-                if ROUTE == "bits":
-                    widened = _widen(stored[t], FORMAT, ROUTE, gl.float16, False).to(gl.float32)
+                if STORED.ROUTE == "bits":
+                    widened = _widen(stored[t], STORED.FORMAT, STORED.ROUTE, gl.float16, False).to(gl.float32)
                 else:
-                    widened = as_fp8(stored[t], FORMAT, ROUTE).to(gl.float32)
+                    widened = as_fp8(stored[t], STORED.FORMAT, STORED.ROUTE).to(gl.float32)
                 scale = _as_fp32(scale, STORED) * (2.0**STORED.EXPONENT)
                 # The low halves of the float32 are zero: four bits times a power of two.
                 even, odd = gl.split(
-                    gl.reshape((widened * scale).to(gl.int32, bitcast=True), [BLOCK_K, 32, 2])
+                    gl.reshape((widened * scale).to(gl.int32, bitcast=True), [CALL.BLOCK_K, 32, 2])
                 )
                 words.slice(t * 32, 32, dim=1).store(((even >> 16) & 0xFFFF) | (odd & -65536))
         tile.slice(448, 64, dim=1).store(rope)
@@ -201,10 +194,9 @@ def _as_fp32(scale, STORED: gl.constexpr):
 @gluon.jit
 def _columns(CALL: gl.constexpr):
     """The row's columns in the order in which PV's result has them."""
-    SUMS: gl.constexpr = CALL.SUMS
     LOW: gl.constexpr = CALL.COLUMN_BITS[0]
     HIGH: gl.constexpr = CALL.COLUMN_BITS[1]
-    c = gl.arange(0, 512, gl.SliceLayout(0, SUMS))
+    c = gl.arange(0, 512, gl.SliceLayout(0, CALL.SUMS))
     if HIGH:
         c = ((c & ((1 << LOW) - 1)) << HIGH) | (c >> LOW)
     return gl.expand_dims(c, 0)
@@ -215,62 +207,56 @@ def _attend(
     q, acc, m, l, qk_scale, rows, csr, begin, end, tiles, STORED: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """Rows at places [begin, end) of the index list into the softmax state; `tiles` holds STAGES tiles."""
-    BLOCK_K: gl.constexpr = CALL.BLOCK_K
-    STAGES: gl.constexpr = CALL.STAGES
-    SCORES: gl.constexpr = CALL.SCORES
-    SUMS: gl.constexpr = CALL.SUMS
-    ROWS: gl.constexpr = CALL.ROWS
-    VALUES: gl.constexpr = CALL.VALUES
-    k_layout: gl.constexpr = gl.DotOperandLayout(1, SCORES, 8)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4)
-    v_layout: gl.constexpr = gl.DotOperandLayout(1, SUMS, 4)
-    places = gl.arange(0, BLOCK_K, gl.SliceLayout(1, ROWS))
-    own = gl.arange(0, BLOCK_K, gl.SliceLayout(0, SCORES))
-    zeros = gl.full([CALL.BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
+    k_layout: gl.constexpr = gl.DotOperandLayout(1, CALL.SCORES, 8)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, CALL.SUMS, 4)
+    v_layout: gl.constexpr = gl.DotOperandLayout(1, CALL.SUMS, 4)
+    places = gl.arange(0, CALL.BLOCK_K, gl.SliceLayout(1, CALL.ROWS))
+    own = gl.arange(0, CALL.BLOCK_K, gl.SliceLayout(0, CALL.SCORES))
+    zeros = gl.full([CALL.BLOCK_H, CALL.BLOCK_K], 0.0, gl.float32, CALL.SCORES)
     index = _tile_indices(csr, begin, end, places)
     own_index = _tile_indices(csr, begin, end, own)
     if CALL.ASYNC:
-        for stage in gl.static_range(STAGES - 1):
-            upcoming = _tile_indices(csr, begin + (stage + 1) * BLOCK_K, end, places)
+        for stage in gl.static_range(CALL.STAGES - 1):
+            upcoming = _tile_indices(csr, begin + (stage + 1) * CALL.BLOCK_K, end, places)
             _load_rows(tiles.index(stage), rows, index, STORED, CALL)
             index = upcoming
     else:
-        upcoming = _tile_indices(csr, begin + BLOCK_K, end, places)
+        upcoming = _tile_indices(csr, begin + CALL.BLOCK_K, end, places)
         loaded = _load_rows(tiles.index(0), rows, index, STORED, CALL)
         _store_rows(tiles.index(0), loaded, STORED, CALL)
         index = upcoming
     slot = 0
-    for start in range(begin, end, BLOCK_K):
+    for start in range(begin, end, CALL.BLOCK_K):
         if CALL.ASYNC:
-            free = gl.where(slot == 0, STAGES - 1, slot - 1)
+            free = gl.where(slot == 0, CALL.STAGES - 1, slot - 1)
             # Loads complete in order: a load that is issued before the copy does not wait for the copy.
-            upcoming = _tile_indices(csr, start + STAGES * BLOCK_K, end, places)
+            upcoming = _tile_indices(csr, start + CALL.STAGES * CALL.BLOCK_K, end, places)
         else:
-            free = gl.where(slot == STAGES - 1, 0, slot + 1)
-            upcoming = _tile_indices(csr, start + 2 * BLOCK_K, end, places)
-        own_upcoming = _tile_indices(csr, start + BLOCK_K, end, own)
+            free = gl.where(slot == CALL.STAGES - 1, 0, slot + 1)
+            upcoming = _tile_indices(csr, start + 2 * CALL.BLOCK_K, end, places)
+        own_upcoming = _tile_indices(csr, start + CALL.BLOCK_K, end, own)
         loaded = _load_rows(tiles.index(free), rows, index, STORED, CALL)
         if CALL.ASYNC:
-            async_copy.wait_group(STAGES - 1)
+            async_copy.wait_group(CALL.STAGES - 1)
         tile = tiles.index(slot)
         s = cdna3.mfma(q, tile.permute([1, 0]).load(k_layout), zeros)
         live = names_a_row(own_index, rows.num_rows) & (start + own < end)
         s = gl.where(gl.expand_dims(live, 0), s * qk_scale, float("-inf"))
         if CALL.LATE_SUM:
-            p, m, _, correction = softmax_step(s, m, m)
+            p, m, _, correction = softmax_step(s, m, m, None, headroom(q.dtype))
             l = l * gl.expand_dims(correction, 1) + p
         else:
-            p, m, l, correction = softmax_step(s, m, l)
-        correction = gl.convert_layout(correction, gl.SliceLayout(1, SUMS))
+            p, m, l, correction = softmax_step(s, m, l, None, headroom(q.dtype))
+        correction = gl.convert_layout(correction, gl.SliceLayout(1, CALL.SUMS))
         p = gl.convert_layout(p.to(q.dtype), p_layout)
         if CALL.COLUMN_BITS[1]:
-            tile = _view(tile, q.dtype, [BLOCK_K, 512], VALUES)
+            tile = reinterpret(tile, q.dtype, [CALL.BLOCK_K, 512], CALL.VALUES)
         v = tile.load(v_layout)
         acc = cdna3.mfma(p, v, acc * gl.expand_dims(correction, 1))
         if not CALL.ASYNC:
             _store_rows(tiles.index(free), loaded, STORED, CALL)
         index, own_index = upcoming, own_upcoming
-        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+        slot = gl.where(slot == CALL.STAGES - 1, 0, slot + 1)
     if CALL.ASYNC:
         async_copy.wait_group(0)
     return acc, m, l
@@ -286,29 +272,24 @@ def _sparse_cdna_kernel(
 
     Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source.
     """
-    BLOCK_H: gl.constexpr = CALL.BLOCK_H
-    BLOCK_K: gl.constexpr = CALL.BLOCK_K
-    SCORES: gl.constexpr = CALL.SCORES
-    SUMS: gl.constexpr = CALL.SUMS
-    HEAD_BLOCKS: gl.constexpr = (CALL.NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    HEAD_BLOCKS: gl.constexpr = (CALL.NUM_HEADS + CALL.BLOCK_H - 1) // CALL.BLOCK_H
     token = gl.program_id(0) // HEAD_BLOCKS
-    first_head = (gl.program_id(0) % HEAD_BLOCKS) * BLOCK_H
+    first_head = (gl.program_id(0) % HEAD_BLOCKS) * CALL.BLOCK_H
     split = gl.program_id(1)
     token_64 = token.to(gl.int64)
-    QUERY: gl.constexpr = CALL.QUERY
-    heads = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, QUERY))
-    columns = gl.arange(0, 512, gl.SliceLayout(0, QUERY))
+    heads = first_head + gl.arange(0, CALL.BLOCK_H, gl.SliceLayout(1, CALL.QUERY))
+    columns = gl.arange(0, 512, gl.SliceLayout(0, CALL.QUERY))
     offsets = gl.expand_dims(heads * q.stride_h, 1) + gl.expand_dims(columns, 0)
     inside = gl.expand_dims(heads < CALL.NUM_HEADS, 1)
     q_tile = cdna3.buffer_load(q.nope + token_64 * q.stride_n, offsets, mask=inside, other=0.0)
-    q_tile = gl.convert_layout(q_tile, gl.DotOperandLayout(0, SCORES, 8))  # [BLOCK_H, 512]
-    m = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    q_tile = gl.convert_layout(q_tile, gl.DotOperandLayout(0, CALL.SCORES, 8))  # [BLOCK_H, 512]
+    m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, CALL.SCORES))
     if CALL.LATE_SUM:
-        l = gl.full([BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
+        l = gl.full([CALL.BLOCK_H, CALL.BLOCK_K], 0.0, gl.float32, CALL.SCORES)
     else:
-        l = gl.full([BLOCK_H], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
-    acc = gl.full([BLOCK_H, 512], 0.0, gl.float32, SUMS)
-    tiles = gl.allocate_shared_memory(q.nope.dtype.element_ty, [CALL.STAGES, BLOCK_K, 512], CALL.TILE)
+        l = gl.full([CALL.BLOCK_H], 0.0, gl.float32, gl.SliceLayout(1, CALL.SCORES))
+    acc = gl.full([CALL.BLOCK_H, 512], 0.0, gl.float32, CALL.SUMS)
+    tiles = gl.allocate_shared_memory(q.nope.dtype.element_ty, [CALL.STAGES, CALL.BLOCK_K, 512], CALL.TILE)
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
     if PREFIX is not None:
         prefix = RowPointers(
@@ -326,7 +307,7 @@ def _sparse_cdna_kernel(
         extend_begin, extend_end = token_span(extend_csr, token)
     if CALL.SPLIT:
         prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
-            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, BLOCK_K
+            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, CALL.BLOCK_K
         )
     if PREFIX is not None:
         acc, m, l = _attend(
@@ -340,9 +321,9 @@ def _sparse_cdna_kernel(
         )  # fmt: skip
     if CALL.LATE_SUM:
         l = gl.sum(l, 1)
-    heads = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, SCORES))
+    heads = first_head + gl.arange(0, CALL.BLOCK_H, gl.SliceLayout(1, CALL.SCORES))
     mask = heads < CALL.NUM_HEADS
-    of_sums = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, SUMS))
+    of_sums = first_head + gl.arange(0, CALL.BLOCK_H, gl.SliceLayout(1, CALL.SUMS))
     stored = gl.expand_dims(of_sums < CALL.NUM_HEADS, 1)
     columns = _columns(CALL)
     if CALL.SPLIT:
@@ -355,8 +336,8 @@ def _sparse_cdna_kernel(
         if CALL.HAS_SINK:
             sink = gl.load(out.sink + heads, mask=mask, other=float("-inf"))
         else:
-            sink = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        factor = gl.convert_layout(output_factor(m, l, sink), gl.SliceLayout(1, SUMS))
+            sink = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, CALL.SCORES))
+        factor = gl.convert_layout(output_factor(m, l, sink), gl.SliceLayout(1, CALL.SUMS))
         places = gl.expand_dims(of_sums * out.stride_h, 1) + columns
         o = (acc * gl.expand_dims(factor, 1)).to(out.o.dtype.element_ty)
         cdna3.buffer_store(o, out.o + token_64 * out.stride_t, places, mask=stored)

@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
 from narrowkv.sparse_fp8.kernels.few_heads_gather import _first_tile, _gather_warps, _item, _spans
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
-    _barrier,
     _copy_query,
     _make_writes_visible,
 )
@@ -49,19 +48,21 @@ def _column_maxima(s, tops):
         [[1, 0], [2, 0]] + WIDTH, [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, HEADS]
     )
     tops.store(gl.max(gl.reshape(s, [4, s.shape[0] // 4, HEADS]), 1))
-    _barrier()
+    gl.barrier()
     return gl.convert_layout(gl.max(tops.load(ALL), 0), gl.SliceLayout(0, s.type.layout))
 
 
 @gluon.jit
-def _softmax_columns(s, m, parts, tops, numerators, corrections, SLACK: gl.constexpr):
+def _softmax_columns(
+    s, m, parts, tops, numerators, corrections, SLACK: gl.constexpr, HEADROOM: gl.constexpr
+):  # fmt: skip
     """Stores a tile's numerators and the correction factors of earlier sums in shared memory; the new state.
 
-    `parts` are the denominators before they are summed over the rows of a tile. The maximum of a head
-    follows only a tile that passes it by more than SLACK, in powers of two, as in the kernel for more heads.
+    `parts` are the denominators before they are summed over the rows of a tile. The reference of a
+    head follows a tile as in the kernel for more heads.
     """
     top = _column_maxima(s, tops)
-    m_new = gl.where(top > m + SLACK, top, m)
+    m_new = gl.where(top > m + SLACK, top + HEADROOM, m)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - m_safe[None, :])
     correction = gl.exp2(m - m_safe)
@@ -86,7 +87,7 @@ def _score_warps(
     _copy_query(query, q.nope, q.stride_n, q.stride_h, item[0], item[1], CALL.NUM_HEADS)
     async_copy.commit_group()
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        # Not a range: Triton 3.6 drops a number that an outer range carries if it only bounds an inner range.
+        # Not a range: Triton 3.6 dropped a number that an outer range carries if it only bounds an inner one.
         last = count + item[3]
         following = number + gl.num_programs(0)
         item = _item(
@@ -111,7 +112,7 @@ def _score_warps(
             s = warpgroup_mma_wait(0, deps=[s])
             m, parts = _softmax_columns(
                 s * qk_scale + masked[:, None], m, parts,
-                tops, numerators.index(stage), corrections.index(stage), CALL.SLACK,
+                tops, numerators.index(stage), corrections.index(stage), CALL.SLACK, CALL.HEADROOM,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(scored.index(stage), count=1)
@@ -123,7 +124,7 @@ def _score_warps(
         mbarrier.wait(released, (turn & 1) ^ 1)
         states.index(0).store(m)
         states.index(1).store(l)
-        _barrier()
+        gl.barrier()
         mbarrier.arrive(finished, count=1)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
     async_copy.wait_group(0)
@@ -201,13 +202,13 @@ def _sum_warps(
                 tiles.index(stage).permute((1, 0)), numerators.index(stage), acc, is_async=True
             )
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _barrier()
+            gl.barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             count += 1
         mbarrier.wait(finished, turn & 1)
         m = states.index(0).load(HEAD)
         l = states.index(1).load(HEAD)
-        _barrier()
+        gl.barrier()
         mbarrier.arrive(released, count=1)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
         _store_item(
@@ -222,10 +223,6 @@ def _sparse_few_heads_kernel(
     num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; each works through items in steps of the grid."""
-    # Triton 3.6 takes only some numbers straight from a struct.
-    BLOCK_H: gl.constexpr = CALL.BLOCK_H
-    BLOCK_K: gl.constexpr = CALL.BLOCK_K
-    STAGES: gl.constexpr = CALL.STAGES
     DTYPE: gl.constexpr = q.nope.dtype.element_ty
     if CALL.HAS_PREFIX:
         prefix = RowPointers(
@@ -242,29 +239,27 @@ def _sparse_few_heads_kernel(
     # Two groups of warps gather half of each tile's rows each, independently. Widening FP8 takes twice as
     # many warps. PV gets the registers that the other warps leave.
     GATHER_WARPS: gl.constexpr = 2 if CALL.PREFIX.VALUES == "" else 4
-    SCORE_REGISTERS: gl.constexpr = CALL.SCORE_REGISTERS
-    GATHER_REGISTERS: gl.constexpr = CALL.GATHER_REGISTERS
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], SWIZZLED)
-    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], SWIZZLED)
+    query = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 512], SWIZZLED)
+    tiles = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 512], SWIZZLED)
     numerators = gl.allocate_shared_memory(
         DTYPE,
-        [STAGES, BLOCK_K, BLOCK_H],
-        gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_H], DTYPE),
+        [CALL.STAGES, CALL.BLOCK_K, CALL.BLOCK_H],
+        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_K, CALL.BLOCK_H], DTYPE),
     )
-    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
-    corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
-    states = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], LINE)
-    tops = gl.allocate_shared_memory(gl.float32, [4, BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    bias = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_K], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_H], LINE)
+    states = gl.allocate_shared_memory(gl.float32, [2, CALL.BLOCK_H], LINE)
+    tops = gl.allocate_shared_memory(gl.float32, [4, CALL.BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     # For each tile of the ring: it is there; its numerators are; it has been summed and may be overwritten.
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
     # For the softmax state of an item: it is there; it has been read.
     finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(CALL.STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(scored.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -295,7 +290,7 @@ def _sparse_few_heads_kernel(
                 (
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     tiles, bias, full, empty,
-                    0, BLOCK_K // 2, CALL,
+                    0, CALL.BLOCK_K // 2, CALL,
                 ),
             ),
             (
@@ -303,10 +298,10 @@ def _sparse_few_heads_kernel(
                 (
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     tiles, bias, full, empty,
-                    BLOCK_K // 2, BLOCK_K // 2, CALL,
+                    CALL.BLOCK_K // 2, CALL.BLOCK_K // 2, CALL,
                 ),
             ),
         ],
         [4, GATHER_WARPS, GATHER_WARPS],
-        [SCORE_REGISTERS, GATHER_REGISTERS, GATHER_REGISTERS],
+        [CALL.SCORE_REGISTERS, CALL.GATHER_REGISTERS, CALL.GATHER_REGISTERS],
     )  # fmt: skip

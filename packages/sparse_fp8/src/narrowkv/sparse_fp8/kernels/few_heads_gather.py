@@ -8,13 +8,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.quant.device import e8m0_to_fp32
+from narrowkv.runtime.launch.gluon import reinterpret
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
-    _barrier,
     _copy_rows,
     _load_spans,
     _locate_rows,
     _place_item,
-    _reinterpret,
     _select_source,
     _tile_indices,
 )
@@ -148,7 +147,7 @@ def _gather_wide_warps(
         _copy_rows(tiles.index(stage).slice(FIRST_ROW, NUM_ROWS), base, at, live, COPY)
         # Counts the copies under way; the phase ends when they have, and this thread with the bias.
         async_copy.mbarrier_arrive(full.index(stage))
-        _barrier()
+        gl.barrier()
         mbarrier.arrive(full.index(stage), count=1)
         count += 1
 
@@ -270,7 +269,7 @@ def _gather_fp8_warps(
                 gl.convert_layout(rope_at, ROW), gl.convert_layout(live, ROW), ROPE,
             )  # fmt: skip
             async_copy.mbarrier_arrive(full.index(stage))
-        words = _reinterpret(tiles.index(stage), gl.int32, [BLOCK_K, 256], gl.NVMMASharedLayout(128, 32))
+        words = reinterpret(tiles.index(stage), gl.int32, [BLOCK_K, 256], gl.NVMMASharedLayout(128, 32))
         target = words.slice(FIRST_ROW, NUM_ROWS)
         pairs = ()
         for t in gl.static_range(PREFIX.COLUMNS // 128):
@@ -287,7 +286,7 @@ def _gather_fp8_warps(
             target.slice(128, 64, dim=1).store(pairs[2])
             target.slice(192, 32, dim=1).store(_widen(narrow[6], _scale(scales, 6, PREFIX, WORDS)))
         # No fence here: it would wait for the loads. The warps that multiply have one.
-        _barrier()
+        gl.barrier()
         mbarrier.arrive(full.index(stage), count=1)
         narrow, scales, rope_at, rope, live = next_narrow, next_scales, next_rope_at, next_rope, next_live
         count += 1
@@ -299,19 +298,16 @@ def _gather_warps(
     FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """Fills some rows of each tile of the ring, from 16-bit rows or from FP8 rows."""
-    # Triton 3.6 passes on only values that are bound to a name.
-    PREFIX: gl.constexpr = CALL.PREFIX
-    EXTEND: gl.constexpr = CALL.EXTEND
-    if PREFIX.VALUES == "":
+    if CALL.PREFIX.VALUES == "":
         _gather_wide_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
             tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND,
-            PREFIX, EXTEND, CALL.SPLIT, CALL.BLOCK_K, CALL.STAGES,
+            CALL.PREFIX, CALL.EXTEND, CALL.SPLIT, CALL.BLOCK_K, CALL.STAGES,
         )  # fmt: skip
     else:
         _gather_fp8_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
             tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX,
-            CALL.HAS_EXTEND, PREFIX, EXTEND, CALL.SPLIT, CALL.BLOCK_K,
+            CALL.HAS_EXTEND, CALL.PREFIX, CALL.EXTEND, CALL.SPLIT, CALL.BLOCK_K,
             CALL.STAGES,
         )  # fmt: skip

@@ -9,7 +9,7 @@ own. Scales in fp32 multiply scores and numerators and not values, whose product
 import triton
 import triton.language as tl
 
-from narrowkv.runtime.attention.softmax import softmax_step
+from narrowkv.runtime.attention.softmax import headroom, softmax_step
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
     places_of_split,
@@ -77,10 +77,8 @@ def _load_query(
     if QUERY.VALUES != "":
         stored, scales, rope = _load_rows(q, base + heads, mask, WIDTH, QUERY)
         if FP8_QK:
-            FORMAT: tl.constexpr = QUERY.FORMAT
-            ROUTE: tl.constexpr = QUERY.ROUTE
             for t in tl.static_range(7):
-                tiles = tiles + (as_fp8(stored[t], FORMAT, ROUTE),)
+                tiles = tiles + (as_fp8(stored[t], QUERY.FORMAT, QUERY.ROUTE),)
             tiles = tiles + (rope,)
         else:
             tiles = _widen_rows(stored, scales, rope, WIDTH, QUERY, True)
@@ -102,11 +100,9 @@ def _scores(
 ):  # fmt: skip
     """Q K^T before the softmax scale, fp32 `[BLOCK_H, BLOCK_K]`."""
     if FP8_QK:
-        FORMAT: tl.constexpr = STORED.FORMAT
-        ROUTE: tl.constexpr = STORED.ROUTE
         s = tl.dot(q[7], tl.trans(widened[7]))
         for t in tl.static_range(7):
-            product = tl.dot(q[t], tl.trans(as_fp8(stored[t], FORMAT, ROUTE)))
+            product = tl.dot(q[t], tl.trans(as_fp8(stored[t], STORED.FORMAT, STORED.ROUTE)))
             s += product * q_scales[t][:, None] * (scales[t] * (4.0**STORED.EXPONENT))[None, :]
     elif STORED.SCALE == "fp32":
         LAST: tl.constexpr = (HEAD_DIM - 64) // WIDTH  # the RoPE columns, or the last tile with a scale
@@ -137,7 +133,7 @@ def _attend_tile(
     else:
         s = _scores(q, q_scales, stored, scales, widened, WIDTH, STORED, HEAD_DIM, FP8_QK)
     s = tl.where(live[None, :], s * qk_scale, float("-inf"))
-    p, m, l, correction = softmax_step(s, m, l)
+    p, m, l, correction = softmax_step(s, m, l, None, headroom(tl.bfloat16))
     p_narrow = p.to(tl.bfloat16)
     summed = ()
     for t in tl.static_range(512 // WIDTH):
@@ -186,13 +182,9 @@ def _sparse_fused_kernel(
 
     Grid: tokens times blocks of heads, splits. QUERY, PREFIX, EXTEND: `Stored`, or None for no source.
     """
-    BLOCK_H: tl.constexpr = TILES.BLOCK_H
-    BLOCK_K: tl.constexpr = TILES.BLOCK_K
-    WIDTH: tl.constexpr = TILES.WIDTH
-    HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
-    HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + TILES.BLOCK_H - 1) // TILES.BLOCK_H
     token = tl.program_id(0) // HEAD_BLOCKS
-    heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    heads = (tl.program_id(0) % HEAD_BLOCKS) * TILES.BLOCK_H + tl.arange(0, TILES.BLOCK_H)
     mask = heads < CALL.NUM_HEADS
     if CALL.INT64_HEADS:
         heads = heads.to(tl.int64)
@@ -200,12 +192,12 @@ def _sparse_fused_kernel(
     token_64 = token.to(tl.int64)
     # Quantised rows of Q are counted through all tokens; 16-bit Q has a stride between tokens.
     base = token_64 * CALL.NUM_HEADS if QUERY.VALUES != "" else token_64
-    q_tiles, q_scales = _load_query(q, base, heads, mask, WIDTH, QUERY, HEAD_DIM, FP8_QK)
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)
+    q_tiles, q_scales = _load_query(q, base, heads, mask, TILES.WIDTH, QUERY, CALL.HEAD_DIM, FP8_QK)
+    m = tl.full([TILES.BLOCK_H], float("-inf"), tl.float32)
+    l = tl.zeros([TILES.BLOCK_H], tl.float32)
     acc = ()
-    for _ in tl.static_range(512 // WIDTH):
-        acc = acc + (tl.zeros([BLOCK_H, WIDTH], tl.float32),)
+    for _ in tl.static_range(512 // TILES.WIDTH):
+        acc = acc + (tl.zeros([TILES.BLOCK_H, TILES.WIDTH], tl.float32),)
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
     if PREFIX is not None:
         prefix = RowPointers(
@@ -223,22 +215,22 @@ def _sparse_fused_kernel(
         extend_begin, extend_end = token_span(extend_csr, token)
     if CALL.SPLIT:
         prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
-            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, BLOCK_K
+            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, TILES.BLOCK_K
         )
     if PREFIX is not None:
         acc, m, l = _attend_fused(
-            q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, WIDTH,
-            PREFIX, HEAD_DIM, FP8_QK, TILES.GUARD, BLOCK_K,
+            q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, TILES.WIDTH,
+            PREFIX, CALL.HEAD_DIM, FP8_QK, TILES.GUARD, TILES.BLOCK_K,
         )  # fmt: skip
     if EXTEND is not None:
         acc, m, l = _attend_fused(
-            q_tiles, q_scales, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, WIDTH,
-            EXTEND, HEAD_DIM, FP8_QK, TILES.GUARD, BLOCK_K,
+            q_tiles, q_scales, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, TILES.WIDTH,
+            EXTEND, CALL.HEAD_DIM, FP8_QK, TILES.GUARD, TILES.BLOCK_K,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
     factor = row_factor(out, m, l, heads, mask, CALL.HAS_SINK)
-    for t in tl.static_range(512 // WIDTH):
-        store_columns(out, partials, acc[t], factor, token_64, slot, heads, mask, t * WIDTH, CALL.SPLIT)
+    for t in tl.static_range(512 // TILES.WIDTH):
+        store_columns(out, partials, acc[t], factor, token_64, slot, heads, mask, t * TILES.WIDTH, CALL.SPLIT)
     if CALL.SPLIT:
         store_state(partials, m, l, slot, heads, mask)
     elif CALL.WRITE_LSE:

@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
-    _barrier,
     _copy_query,
     _copy_rows,
     _item,
@@ -38,15 +37,17 @@ from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 
 
 @gluon.jit
-def _softmax_tile(s, masked, m, l, qk_scale, numerators, corrections, changes, SLACK: gl.constexpr):
+def _softmax_tile(
+    s, masked, m, l, qk_scale, numerators, corrections, changes, SLACK: gl.constexpr, HEADROOM: gl.constexpr
+):  # fmt: skip
     """A tile's numerators and what earlier sums shrink by, to shared memory; the new state.
 
-    The maximum of a row follows only a tile that passes it by more than SLACK, in powers of two: then sums
-    rarely have to shrink, and `changes` (one for each warp's rows) says when.
+    The reference m of a row follows only a tile that passes it by more than SLACK, in powers of two, and then
+    lies HEADROOM above it: so sums rarely have to shrink, and `changes` (one for each warp's rows) says when.
     """
     s = s * qk_scale + masked[None, :]
     top = gl.max(s, 1)
-    m_new = gl.where(top > m + SLACK, top, m)
+    m_new = gl.where(top > m + SLACK, top + HEADROOM, m)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - m_safe[:, None])
     correction = gl.exp2(m - m_safe)
@@ -78,7 +79,7 @@ def _finish_scores(
         sink = gl.full([m.shape[0]], float("-inf"), gl.float32, ROW)
     mbarrier.wait(released, (turn & 1) ^ 1)
     factors.store(output_factor(m, l, sink))
-    _barrier()
+    gl.barrier()
     mbarrier.arrive(finished, count=1)
     if SPLIT:
         slot = (split.to(gl.int64) * num_tokens + token) * NUM_HEADS
@@ -117,9 +118,6 @@ def _score_warps(
     released, CALL: gl.constexpr,
 ):  # fmt: skip
     """16-bit rows into the tile buffers; QK; the softmax."""
-    # Triton 3.6 passes on only values that are bound to a name.
-    PREFIX: gl.constexpr = CALL.PREFIX
-    EXTEND: gl.constexpr = CALL.EXTEND
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -139,7 +137,7 @@ def _score_warps(
         )
         _copy_tile(
             prefix, extend, item[8] > 0, index, count, tiles, bias, empty,
-            CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND, CALL.STAGES, COPY,
+            CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.PREFIX, CALL.EXTEND, CALL.STAGES, COPY,
         )  # fmt: skip
         async_copy.commit_group()
         index = _tile_indices(
@@ -164,14 +162,14 @@ def _score_warps(
             if tile + 1 < num_tiles:
                 _copy_tile(
                     prefix, extend, tile + 1 < item[8], index, count + 1, tiles, bias, empty,
-                    CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND, CALL.STAGES, COPY,
+                    CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.PREFIX, CALL.EXTEND, CALL.STAGES, COPY,
                 )  # fmt: skip
             async_copy.commit_group()
             masked = bias.index(stage).load(gl.SliceLayout(0, SCORES))
             scores = warpgroup_mma_wait(0, deps=[s])
             m, l = _softmax_tile(
                 scores, masked, m, l, qk_scale,
-                numerators.index(stage), corrections.index(stage), changes.index(stage), CALL.SLACK,
+                numerators.index(stage), corrections.index(stage), changes.index(stage), CALL.SLACK, CALL.HEADROOM,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(scored.index(stage), count=1)
@@ -257,7 +255,7 @@ def _take_factors(factors, turn, finished, released, ROW: gl.constexpr):
     """The factors of an item's sums that `_finish_scores` stored."""
     mbarrier.wait(finished, turn & 1)
     factor = factors.load(ROW)
-    _barrier()
+    gl.barrier()
     mbarrier.arrive(released, count=1)
     return factor
 
@@ -294,7 +292,7 @@ def _sum_warps(
                 acc = acc * corrections.index(stage).load(ROW)[:, None]
             acc = warpgroup_mma(numerators.index(stage), tiles.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _barrier()
+            gl.barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             count += 1
         factor = _take_factors(factors, turn, finished, released, ROW)
@@ -308,10 +306,6 @@ def _sparse_hopper_kernel(
     num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; each works through items in steps of the grid."""
-    # Triton 3.6 takes only some numbers straight from a struct.
-    BLOCK_H: gl.constexpr = CALL.BLOCK_H
-    BLOCK_K: gl.constexpr = CALL.BLOCK_K
-    STAGES: gl.constexpr = CALL.STAGES
     DTYPE: gl.constexpr = q.nope.dtype.element_ty
     if CALL.HAS_PREFIX:
         prefix = RowPointers(
@@ -327,24 +321,24 @@ def _sparse_hopper_kernel(
         extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], SWIZZLED)
-    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], SWIZZLED)
+    query = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 512], SWIZZLED)
+    tiles = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 512], SWIZZLED)
     numerators = gl.allocate_shared_memory(
         DTYPE,
-        [STAGES, BLOCK_H, BLOCK_K],
-        gl.NVMMASharedLayout.get_default_for([BLOCK_H, BLOCK_K], DTYPE),
+        [CALL.STAGES, CALL.BLOCK_H, CALL.BLOCK_K],
+        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_H, CALL.BLOCK_K], DTYPE),
     )
-    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
-    corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
-    changes = gl.allocate_shared_memory(gl.int32, [STAGES, 4], LINE)
-    factors = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+    bias = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_K], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_H], LINE)
+    changes = gl.allocate_shared_memory(gl.int32, [CALL.STAGES, 4], LINE)
+    factors = gl.allocate_shared_memory(gl.float32, [CALL.BLOCK_H], LINE)
     # For each tile buffer: its numerators are there; it has been summed and may be overwritten.
-    scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
     # For the factors of an item, likewise.
     finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(CALL.STAGES):
         mbarrier.init(scored.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(finished, count=1)

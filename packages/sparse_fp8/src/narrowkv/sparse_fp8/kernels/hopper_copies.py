@@ -15,23 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from narrowkv.sparse_fp8.kernels.results import places_of_split
 from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, names_a_row
 
-# Triton 3.6 has the older names of these.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-_reinterpret = (
-    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-)
-
-
-_copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
 
 class HopperCall(NamedTuple):
     """Constants that a kernel for Hopper is compiled with, besides `Call` and `Tiles`.
 
     PREFIX, EXTEND: how the rows of each source are stored, `Stored`; that of the other if it is absent.
-    STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two.
+    STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two. HEADROOM: how
+    far below one the largest lies when the reference of the logits is updated.
     SCORE_REGISTERS, GATHER_REGISTERS: registers of a thread, in the kernel for few heads.
     """
 
@@ -48,6 +38,7 @@ class HopperCall(NamedTuple):
     BLOCK_K: Any
     STAGES: Any
     SLACK: Any
+    HEADROOM: Any
     SCORE_REGISTERS: Any
     GATHER_REGISTERS: Any
 
@@ -188,7 +179,7 @@ def _copy_rows(target, base, offsets, mask, LAYOUT: gl.constexpr):
     """
     d = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
     at = gl.multiple_of(base + (offsets[:, None] + d[None, :]), [16, 16])
-    _copy_async(target, at, mask=mask[:, None])
+    async_copy.async_load(target, at, mask=mask[:, None])
 
 
 @gluon.jit
@@ -204,4 +195,4 @@ def _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS
 def _make_writes_visible():
     """Makes these warps' writes to shared memory visible to the matrix unit and to all of them."""
     fence_async_shared()
-    _barrier()
+    gl.barrier()

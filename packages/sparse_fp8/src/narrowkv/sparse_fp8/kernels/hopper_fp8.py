@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from narrowkv.sparse_fp8.kernels.hopper import _finish_scores, _softmax_tile, _store_results, _take_factors
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
-    _barrier,
     _copy_query,
     _item,
     _make_writes_visible,
@@ -60,9 +59,6 @@ def _sum_fp8_warps(
     widened, scored, summed, finished, released, HALF: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """Computes PV of half of the columns, widens them for the tile after the next, stores the results."""
-    # Triton 3.6 passes on only values that are bound to a name.
-    PREFIX: gl.constexpr = CALL.PREFIX
-    EXTEND: gl.constexpr = CALL.EXTEND
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
@@ -81,23 +77,24 @@ def _sum_fp8_warps(
                 CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
             )  # fmt: skip
             scale = _look_up(
-                prefix, extend, ahead, slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND
-            )
+                prefix, extend, ahead, slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.PREFIX,
+                CALL.EXTEND,
+            )  # fmt: skip
             scales.index(number).store(_as_bf16(scale))
         ahead, stream = _next_indices(
             prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
             CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
-        _barrier()
+        gl.barrier()
         mbarrier.arrive(looked_up, count=1)
     else:
         mbarrier.wait(looked_up, 0)
     for number in range(2):
-        _widen_half(number, tiles, stored, scales, first_filled, filled, HALF, PREFIX)
+        _widen_half(number, tiles, stored, scales, first_filled, filled, HALF, CALL.PREFIX)
         _make_writes_visible()
         mbarrier.arrive(widened.index(number), count=1)
     count, turn = 0, 0
-    # Known an item ahead. A while loop: Triton 3.6 loses a carried number that only bounds a range.
+    # Known an item ahead. A while loop: Triton 3.6 lost a carried number that only bounds a range.
     last = _last_tile(
         prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits,
         CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
@@ -123,17 +120,18 @@ def _sum_fp8_warps(
             if LOOKS_UP:
                 # Tile count + 4, in the place of tile `count`.
                 scale = _look_up(
-                    prefix, extend, ahead, slots, count, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
+                    prefix, extend, ahead, slots, count, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.PREFIX,
+                    CALL.EXTEND,
                 )  # fmt: skip
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
-            _barrier()
+            gl.barrier()
             mbarrier.arrive(summed, count=1)
             if LOOKS_UP:
                 ahead, stream = _next_indices(
                     prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
                     CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
                 )  # fmt: skip
-            _widen_half(count + 2, tiles, stored, scales, first_filled, filled, HALF, PREFIX)
+            _widen_half(count + 2, tiles, stored, scales, first_filled, filled, HALF, CALL.PREFIX)
             if LOOKS_UP:
                 scales.index(count % 4).store(_as_bf16(scale))
             _make_writes_visible()
@@ -165,9 +163,9 @@ def _load_query(
 def _change_layout(buffer, x, LAYOUT: gl.constexpr):
     """Converts to another layout through a buffer in shared memory."""
     buffer.store(x)
-    _barrier()
+    gl.barrier()
     moved = buffer.load(LAYOUT)
-    _barrier()
+    gl.barrier()
     return moved
 
 
@@ -178,10 +176,7 @@ def _score_fp8_warps(
     looked_up, first_filled, filled, widened, scored, summed, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows; QK; the softmax."""
-    # Triton 3.6 passes on only values that are bound to a name.
-    PREFIX: gl.constexpr = CALL.PREFIX
-    EXTEND: gl.constexpr = CALL.EXTEND
-    ALL_STORED: gl.constexpr = PREFIX.ROPE == ""
+    ALL_STORED: gl.constexpr = CALL.PREFIX.ROPE == ""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -190,15 +185,17 @@ def _score_fp8_warps(
     count, turn = 0, 0
     mbarrier.wait(looked_up, 0)
     if not ALL_STORED:
-        _copy_rope(prefix, extend, slots, 0, tiles, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND)
+        _copy_rope(
+            prefix, extend, slots, 0, tiles, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.PREFIX, CALL.EXTEND
+        )
     _copy_first_parts(
         prefix, extend, slots, 0, stored, first_filled,
-        CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
+        CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.PREFIX, CALL.EXTEND,
     )  # fmt: skip
     for number in range(2):
         _copy_tile(
             prefix, extend, slots, number, stored, widened, first_filled, filled,
-            CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
+            CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.PREFIX, CALL.EXTEND,
         )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         item = _item(
@@ -247,18 +244,19 @@ def _score_fp8_warps(
             mbarrier.wait(summed, count & 1 ^ 1)
             if not ALL_STORED:
                 _copy_rope(
-                    prefix, extend, slots, count + 1, tiles, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND
-                )
+                    prefix, extend, slots, count + 1, tiles, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.PREFIX,
+                    CALL.EXTEND,
+                )  # fmt: skip
             m, l = _softmax_tile(
                 scores, gl.where(named, 0.0, float("-inf")), m, l, qk_scale,
-                numerators, corrections, changes, CALL.SLACK,
+                numerators, corrections, changes, CALL.SLACK, CALL.HEADROOM,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(scored, count=1)
             count += 1
             _copy_tile(
                 prefix, extend, slots, count + 1, stored, widened, first_filled, filled,
-                CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
+                CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.PREFIX, CALL.EXTEND,
             )  # fmt: skip
         _finish_scores(
             m, l, out, partials, token, head_block, split, num_tokens, turn, factors, finished, released,
@@ -276,9 +274,6 @@ def _sparse_hopper_fp8_kernel(
     num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; each works through items in steps of the grid."""
-    # Triton 3.6 takes only some numbers straight from a struct.
-    BLOCK_H: gl.constexpr = CALL.BLOCK_H
-    BLOCK_K: gl.constexpr = CALL.BLOCK_K
     DTYPE: gl.constexpr = q.nope.dtype.element_ty
     if CALL.HAS_PREFIX:
         prefix = RowPointers(
@@ -296,24 +291,24 @@ def _sparse_hopper_fp8_kernel(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    query_a = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 256], SWIZZLED)
+    query_a = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 256], SWIZZLED)
     # RoPE among the values takes a part of its own as stored, and parts have two scales: Q makes room.
     ALL_STORED: gl.constexpr = CALL.PREFIX.ROPE == ""
-    query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 64 if ALL_STORED else 128], SWIZZLED)
-    tiles = _allocate_each(DTYPE, (2, BLOCK_K, 128), SWIZZLED, 4)
-    first_parts = _allocate_each(gl.int32, (2, BLOCK_K, 16), ROWS, 2)
-    parts = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 6 if ALL_STORED else 5)
+    query_b = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 64 if ALL_STORED else 128], SWIZZLED)
+    tiles = _allocate_each(DTYPE, (2, CALL.BLOCK_K, 128), SWIZZLED, 4)
+    first_parts = _allocate_each(gl.int32, (2, CALL.BLOCK_K, 16), ROWS, 2)
+    parts = _allocate_each(gl.int32, (CALL.BLOCK_K, 16), ROWS, 6 if ALL_STORED else 5)
     stored = (first_parts[0],) + parts[0:3] + (first_parts[1],) + parts[3:]
-    scales = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK_K, 16 if ALL_STORED else 8], ROWS)
-    slots = gl.allocate_shared_memory(gl.int32, [4, BLOCK_K], LINE)
+    scales = gl.allocate_shared_memory(gl.bfloat16, [4, CALL.BLOCK_K, 16 if ALL_STORED else 8], ROWS)
+    slots = gl.allocate_shared_memory(gl.int32, [4, CALL.BLOCK_K], LINE)
     numerators = gl.allocate_shared_memory(
         DTYPE,
-        [BLOCK_H, BLOCK_K],
-        gl.NVMMASharedLayout.get_default_for([BLOCK_H, BLOCK_K], DTYPE),
+        [CALL.BLOCK_H, CALL.BLOCK_K],
+        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_H, CALL.BLOCK_K], DTYPE),
     )
-    corrections = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [CALL.BLOCK_H], LINE)
     changes = gl.allocate_shared_memory(gl.int32, [4], LINE)
-    factors = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+    factors = gl.allocate_shared_memory(gl.float32, [CALL.BLOCK_H], LINE)
     # The first four tiles are looked up. Parts 0 and 4 of a tile are there as stored; so are the others.
     looked_up = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     first_filled = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)

@@ -8,11 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.quant.device import e8m0_to_fp32
+from narrowkv.runtime.launch.gluon import reinterpret
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
-    _copy_async,
     _item,
     _locate_rows,
-    _reinterpret,
     _select_source,
     _tile_indices,
 )
@@ -119,7 +118,7 @@ def _copy_part(stored, rows, number, t: gl.constexpr):
     nope, _, live = rows
     w = t * 16 + gl.arange(0, 16, gl.SliceLayout(0, BYTES))
     at = gl.multiple_of(nope[:, None] + w[None, :], [16, 16])  # see `_copy_rows`
-    _copy_async(_part(stored, number, t), at, mask=live[:, None])
+    async_copy.async_load(_part(stored, number, t), at, mask=live[:, None])
 
 
 @gluon.jit
@@ -175,7 +174,7 @@ def _copy_rope(
     d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
     target = tiles[3].index(number % 2).slice(64, 64, dim=1)
     at = gl.multiple_of(rope[:, None] + d[None, :], [16, 16])
-    _copy_async(target, at, mask=live[:, None])
+    async_copy.async_load(target, at, mask=live[:, None])
     async_copy.commit_group()
 
 
@@ -194,7 +193,7 @@ def _widen_part(number, tiles, stored, scales, t: gl.constexpr, STORED: gl.const
         second_scale = own.slice(2 * t + 1, 1, dim=1).load(BYTES)
         scale = gl.where(second[None, :], second_scale, first_scale)
     words = _part(stored, number, t).load(BYTES)
-    pairs = _reinterpret(tiles[t // 2].index(number % 2), gl.int32, [words.shape[0], 64], PAIRS)
+    pairs = reinterpret(tiles[t // 2].index(number % 2), gl.int32, [words.shape[0], 64], PAIRS)
     pairs.slice(t % 2 * 32, 32, dim=1).store(_widen(words, scale))
 
 

@@ -77,7 +77,6 @@ class Stored(NamedTuple):
 
 
 # Sizes are arguments of their own, so that no kernel is compiled for them; kernels put them into the structs.
-# Not by a function: Triton 3.6 cannot return a struct that holds None.
 
 
 @triton.jit
@@ -170,27 +169,25 @@ def load_columns(
     tile, else `[N, WIDTH // GROUP]`. Rows that are not named and columns past the quantised ones are zeros
     with scale one.
     """
-    COLUMNS: tl.constexpr = STORED.COLUMNS
-    GROUP: tl.constexpr = STORED.GROUP
     PER_BYTE: tl.constexpr = 2 if STORED.VALUES == "fp4" else 1
     BYTES: tl.constexpr = WIDTH // PER_BYTE
     c = TILE * BYTES + tl.arange(0, BYTES)
     inside = mask[:, None]
-    if (TILE + 1) * WIDTH > COLUMNS:
-        inside = inside & (c < COLUMNS // PER_BYTE)[None, :]
+    if (TILE + 1) * WIDTH > STORED.COLUMNS:
+        inside = inside & (c < STORED.COLUMNS // PER_BYTE)[None, :]
     x = tl.load(rows.nope + value_at[:, None] + c[None, :], mask=inside, other=0)
-    if WIDTH <= GROUP:
-        places = rows.scale + scale_at + TILE * WIDTH // GROUP * STORED.STEP
+    if WIDTH <= STORED.GROUP:
+        places = rows.scale + scale_at + TILE * WIDTH // STORED.GROUP * STORED.STEP
         scaled = mask
     else:
-        g = TILE * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
+        g = TILE * (WIDTH // STORED.GROUP) + tl.arange(0, WIDTH // STORED.GROUP)
         place = g * STORED.STEP
         if STORED.SCALE_STRIDE_IN_ROW > 1:
             APART: tl.constexpr = STORED.SCALE_STRIDE_IN_ROW
-            place = g % APART * (COLUMNS // GROUP // APART) + g // APART
+            place = g % APART * (STORED.COLUMNS // STORED.GROUP // APART) + g // APART
         places = rows.scale + scale_at[:, None] + place[None, :]
-        scaled = mask[:, None] & (g < COLUMNS // GROUP)[None, :]
-    # Float32 as words: Triton 3.6 branches around each load of float32 in a kernel with products.
+        scaled = mask[:, None] & (g < STORED.COLUMNS // STORED.GROUP)[None, :]
+    # Float32 as words: Triton 3.6 branched around each load of float32 in a kernel with products.
     if STORED.SCALE == "e8m0":
         scale = e8m0_to_fp32(tl.load(places, mask=scaled, other=ONE_AS_E8M0))
     elif STORED.SCALE == "e4m3":
@@ -227,19 +224,19 @@ def _widen_fp8(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr):
 @triton.jit
 def _widen_values(x, STORED: tl.constexpr):
     """Stored values in fp32, still to be multiplied by 2**EXPONENT."""
-    FORMAT: tl.constexpr = STORED.FORMAT
-    ROUTE: tl.constexpr = STORED.ROUTE
     if STORED.VALUES == "fp4":
-        even, odd = widen_parts(x, FORMAT, ROUTE, tl.float16, 2)
+        even, odd = widen_parts(x, STORED.FORMAT, STORED.ROUTE, tl.float16, 2)
         widened = tl.interleave(even, odd).to(tl.float32)
     elif STORED.IN_HALVES:
         N: tl.constexpr = x.shape[0]
         FOURS: tl.constexpr = x.shape[1] // 8
         low, high = tl.split(tl.permute(tl.reshape(x, [N, FOURS, 2, 4]), (0, 1, 3, 2)))
-        fours = tl.join(_widen_fp8(low, FORMAT, ROUTE), _widen_fp8(high, FORMAT, ROUTE))
+        fours = tl.join(
+            _widen_fp8(low, STORED.FORMAT, STORED.ROUTE), _widen_fp8(high, STORED.FORMAT, STORED.ROUTE)
+        )
         widened = tl.reshape(tl.permute(fours, (0, 1, 3, 2)), [N, FOURS * 8])
     else:
-        widened = _widen_fp8(x, FORMAT, ROUTE)
+        widened = _widen_fp8(x, STORED.FORMAT, STORED.ROUTE)
     return widened
 
 
@@ -252,24 +249,26 @@ def widen_columns(
     Exact, values of four bits times scales of four, but for SCALED by scales in fp32. Without SCALED the
     values are still to be multiplied by their scales.
     """
-    COLUMNS: tl.constexpr = STORED.COLUMNS
-    GROUP: tl.constexpr = STORED.GROUP
     widened = _widen_values(x, STORED)
     N: tl.constexpr = x.shape[0]
     scale = scale * (2.0**STORED.EXPONENT)
     if not SCALED:
         widened = widened * (2.0**STORED.EXPONENT)
-    elif WIDTH <= GROUP:
+    elif WIDTH <= STORED.GROUP:
         widened = widened * scale[:, None]
     else:
-        widened = tl.reshape(tl.reshape(widened, [N, WIDTH // GROUP, GROUP]) * scale[:, :, None], [N, WIDTH])
+        widened = tl.reshape(
+            tl.reshape(widened, [N, WIDTH // STORED.GROUP, STORED.GROUP]) * scale[:, :, None], [N, WIDTH]
+        )
     if SCALED and STORED.SCALE == "fp32":
         widened = widened.to(tl.bfloat16)
     else:
         # The low half of the float32 is zero: dropping it rounds nothing and costs no rounding instructions.
         widened = (widened.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    if (TILE + 1) * WIDTH > COLUMNS:
+    if (TILE + 1) * WIDTH > STORED.COLUMNS:
         first = TILE * WIDTH + tl.arange(0, WIDTH // 64) * 64
         tiles = tl.reshape(widened, [N, WIDTH // 64, 64])
-        widened = tl.reshape(tl.where((first == COLUMNS)[None, :, None], rope[:, None, :], tiles), [N, WIDTH])
+        widened = tl.reshape(
+            tl.where((first == STORED.COLUMNS)[None, :, None], rope[:, None, :], tiles), [N, WIDTH]
+        )
     return widened

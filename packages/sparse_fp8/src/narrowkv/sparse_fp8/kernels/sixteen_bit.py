@@ -6,7 +6,7 @@ DeepSeek-V3.2's K has 64 more columns, a tile of their own.
 import triton
 import triton.language as tl
 
-from narrowkv.runtime.attention.softmax import softmax_step
+from narrowkv.runtime.attention.softmax import headroom, softmax_step
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
     places_of_split,
@@ -42,7 +42,7 @@ def _attend_tile(
     else:
         s = _scores(q, q_rope, kv, rope, HEAD_DIM)
     s = tl.where(live[None, :], s * qk_scale, float("-inf"))
-    p, m, l, correction = softmax_step(s, m, l)
+    p, m, l, correction = softmax_step(s, m, l, None, headroom(kv.dtype))
     return tl.dot(p.to(kv.dtype), kv, acc * correction[:, None]), m, l
 
 
@@ -93,27 +93,24 @@ def _sparse_16bit_kernel(
 
     Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source.
     """
-    BLOCK_H: tl.constexpr = TILES.BLOCK_H
-    BLOCK_K: tl.constexpr = TILES.BLOCK_K
-    HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + TILES.BLOCK_H - 1) // TILES.BLOCK_H
     token = tl.program_id(0) // HEAD_BLOCKS
-    heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    heads = (tl.program_id(0) % HEAD_BLOCKS) * TILES.BLOCK_H + tl.arange(0, TILES.BLOCK_H)
     mask = heads < CALL.NUM_HEADS
     if CALL.INT64_HEADS:
         heads = heads.to(tl.int64)
     split = tl.program_id(1)
     d = tl.arange(0, 512)
     token_64 = token.to(tl.int64)
-    HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
     q_rows = q.nope + token_64 * q.stride_n + heads[:, None] * q.stride_h
     q_tile = tl.load(q_rows + d[None, :], mask=mask[:, None], other=0.0)  # [BLOCK_H, 512]
     q_rope = 0
-    if HEAD_DIM > 512:
+    if CALL.HEAD_DIM > 512:
         c = 512 + tl.arange(0, 64)
         q_rope = tl.load(q_rows + c[None, :], mask=mask[:, None], other=0.0)  # [BLOCK_H, 64]
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, 512], tl.float32)
+    m = tl.full([TILES.BLOCK_H], float("-inf"), tl.float32)
+    l = tl.zeros([TILES.BLOCK_H], tl.float32)
+    acc = tl.zeros([TILES.BLOCK_H, 512], tl.float32)
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
     if PREFIX is not None:
         prefix = RowPointers(
@@ -131,17 +128,17 @@ def _sparse_16bit_kernel(
         extend_begin, extend_end = token_span(extend_csr, token)
     if CALL.SPLIT:
         prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
-            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, BLOCK_K
+            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, TILES.BLOCK_K
         )
     if PREFIX is not None:
         acc, m, l = _attend_16bit_rows(
             q_tile, q_rope, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end,
-            PREFIX.INT64_OFFSETS, HEAD_DIM, TILES.GUARD, BLOCK_K,
+            PREFIX.INT64_OFFSETS, CALL.HEAD_DIM, TILES.GUARD, TILES.BLOCK_K,
         )  # fmt: skip
     if EXTEND is not None:
         acc, m, l = _attend_16bit_rows(
             q_tile, q_rope, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end,
-            EXTEND.INT64_OFFSETS, HEAD_DIM, TILES.GUARD, BLOCK_K,
+            EXTEND.INT64_OFFSETS, CALL.HEAD_DIM, TILES.GUARD, TILES.BLOCK_K,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
     factor = row_factor(out, m, l, heads, mask, CALL.HAS_SINK)

@@ -50,7 +50,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the K and V of all layers on the calibration text, each the median and the largest over heads.
+    """How K and V of all layers look on the calibration text: the median and the largest over heads.
 
     Attributes:
         k_outlier, v_outlier: the largest channel's root mean square over the median channel's.
@@ -131,7 +131,7 @@ class Runner:
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of every position, `[tokens, vocabulary]` on the model's device, in the model's dtype."""
+        """Logits of every position, `[tokens, vocabulary]` on the model's device, in the model's dtype."""
         with self._attending():
             cache: Any = None
             if self.kernels:

@@ -63,7 +63,7 @@ class Side:
             x: fp32 `[tokens, num_kv_heads, head_dim]`.
 
         Returns:
-            fp32 of that shape. Where `in_cache`, the bytes in between are those that `append` writes.
+            fp32 of that shape. With `in_cache` the bytes in between are those that `append` writes.
         """
         if self.format == "bf16":
             return x.bfloat16().float()

@@ -18,7 +18,7 @@ __all__ = ["TinySizes", "train_tiny"]
 
 @dataclass(frozen=True)
 class TinySizes:
-    """Of the model and of its training. The defaults take minutes on a GPU.
+    """Sizes of the model and of its training. The defaults take minutes on a GPU.
 
     Attributes:
         layers, hidden, num_qo_heads, num_kv_heads, head_dim: of the model.

@@ -62,7 +62,7 @@ class DecodeSizes:
 
     @property
     def q_dtype(self) -> torch.dtype:
-        """Of queries and output."""
+        """The dtype of queries and output."""
         return torch.bfloat16 if self.q == "bf16" else torch.float16
 
     def case(self, kernel: str = "") -> DecodeCase:

@@ -152,7 +152,7 @@ class StepInputs:
 
 
 def best_choices(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of each step the automatic calls, the fastest forced one, and what failed."""
+    """The automatic calls of each step, the fastest forced one, and what failed."""
     kept: list[Mapping[str, Any]] = []
     for _, rows in groupby(records, key=lambda row: [row[name] for name in _STEP]):
         step = list(rows)

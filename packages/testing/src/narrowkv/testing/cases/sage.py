@@ -214,7 +214,7 @@ class SageCall:
         """There is no cache."""
 
     def wrong_bytes(self) -> str:
-        """The operation stores nothing but its outputs."""
+        """The operation stores only its outputs."""
         return ""
 
     def explain(self) -> str:

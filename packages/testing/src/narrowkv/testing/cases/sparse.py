@@ -256,7 +256,7 @@ class SparseCall:
         return float(source.rows.bytes_per_row()) if isinstance(source.rows, DSV4Rows) else 1024.0
 
     def wrong_bytes(self) -> str:
-        """The operations store nothing but their outputs."""
+        """The operations store only their outputs."""
         return ""
 
 

@@ -35,7 +35,7 @@ class SageRows:
 
 
 @dataclass(frozen=True)
-class SageShape:
+class SageShapeOptions:
     """Options of `narrowkv validate sage` for cases of one shape."""
 
     shape: str | None = option(None, "One shape, as b=1,h=8,s=1024,d=128.", metavar="SIZES")
@@ -62,7 +62,7 @@ OPERATION = OperationEntry(
     validate=ValidateEntry(
         "Show what Sage attention's granularities cost in accuracy, beside the published figures.",
         seed="Of the inputs.",
-        one_shape=SageShape,
+        one_shape=SageShapeOptions,
     ),
     inspect=InspectEntry("Show what Sage attention compiles to: every shipped configuration."),
     bench=BenchEntry(

@@ -94,57 +94,122 @@ static inline int first_on(const Lanes *lanes, u64 bits) {  // first lane whose 
   return 0;
 }
 
-// Rows of registers from the addresses, for all lanes; `D` has size / 4 rows (at least one).
-static inline void gather(u32 *D, const u64 *at, int size) {
+// ---- the common case: all lanes are active, and each accesses base + A[l], which one check of the greatest A[l] allows
+
+// Greatest offset, and all offsets or'ed.
+static inline void extent(const u32 *A, u32 *most, u32 *bits) {
+  u32 m = 0, n = 0;
+  EACH { m = A[l] > m ? A[l] : m; n |= A[l]; }
+  *most = m, *bits = n;
+}
+static inline u64 unaligned_bits(int size) { return size >= 4 ? 3 : (u64)size - 1; }
+
+// Whether the lanes access `size` bytes each, less than `limit` bytes from the base on, in one buffer and aligned.
+// If they are to be stored, the buffer must be writable and be the only one there.
+static inline int all_inside(Wave *w, u64 base, const u32 *A, int size, u64 limit, const Buffer **stored) {
+  u32 most, bits;
+  if (!w->full) return 0;
+  extent(A, &most, &bits);
+  const u64 end = base + most + (u64)size;
+  if (most + (u64)size > limit || (base | bits) & unaligned_bits(size)) return 0;
+  const Buffer *b = find(w, base, end);
+  if (!stored || !b) return b != NULL;
+  *stored = b;
+  return !b->readonly && (b + 1 == w->buffers + w->buffer_count || b[1].base >= end);
+}
+// The base of a raw buffer's or a global access with a row of offsets, and how many bytes from there on are accessible.
+static inline int buffer_base(const Wave *w, const Op *o, u64 *base, u64 *limit) {
+  u64 add = (u64)w->s[o->c] + (u64)(i64)o->y, records = w->s[o->b + 2];
+  *base = (pair(w, o->b) & 0xFFFFFFFFFFFFull) + add, *limit = records > add ? records - add : 0;
+  return o->a >= 0;
+}
+static inline int global_base(const Wave *w, const Op *o, u64 *base, u64 *limit) {
+  if (o->a < 0 || o->b < 0) return 0;
+  *base = pair(w, o->b) + (u64)(i64)o->y, *limit = ~0ull;
+  return 1;
+}
+static inline int scratch_base(const Wave *w, const Op *o, u64 *base, u64 *limit) {
+  (void)w, (void)o, (void)base, (void)limit;
+  return 0;
+}
+
+// ---- moves. Lane l is at base + offsets[l], or at addresses[l] if there are no offsets.
+#define PLACE(l) ((uintptr_t)(offsets ? base + offsets[l] : addresses[l]))
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+// Four words of 16 lanes: word k of the lanes in d[k], and lane 4 j + i in chunk j of x[i]. Each way is its own inverse.
+INLINE void transpose(const __m512i x[4], __m512i d[4]) {
+  __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+  __m512i e = _mm512_unpacklo_epi32(x[2], x[3]), f = _mm512_unpackhi_epi32(x[2], x[3]);
+  d[0] = _mm512_unpacklo_epi64(a, e), d[1] = _mm512_unpackhi_epi64(a, e);
+  d[2] = _mm512_unpacklo_epi64(b, f), d[3] = _mm512_unpackhi_epi64(b, f);
+}
+#endif
+
+// Rows of registers from memory, for all lanes; `D` has size / 4 rows (at least one). It may hold the offsets.
+INLINE void gather(u32 *D, u64 base, const u32 *offsets, const u64 *addresses, int size) {
   if (size == 1) {
-    for (int l = 0; l < 64; l++) D[l] = *(const u8 *)(uintptr_t)at[l];
+    for (int l = 0; l < 64; l++) D[l] = *(const u8 *)PLACE(l);
   } else if (size == 2) {
-    for (int l = 0; l < 64; l++) { u16 t; memcpy(&t, (const void *)(uintptr_t)at[l], 2); D[l] = t; }
+    for (int l = 0; l < 64; l++) { u16 t; memcpy(&t, (const void *)PLACE(l), 2); D[l] = t; }
   } else if (size == 4) {
-    for (int l = 0; l < 64; l++) memcpy(D + l, (const void *)(uintptr_t)at[l], 4);
+    for (int l = 0; l < 64; l++) memcpy(D + l, (const void *)PLACE(l), 4);
   } else if (size == 8) {
-    u64 t[64];
-    for (int l = 0; l < 64; l++) memcpy(t + l, (const void *)(uintptr_t)at[l], 8);
+    u64 t[64] __attribute__((aligned(64)));
+    for (int l = 0; l < 64; l++) memcpy(t + l, (const void *)PLACE(l), 8);
     EACH { D[l] = (u32)t[l]; D[64 + l] = (u32)(t[l] >> 32); }
   } else if (size == 12) {
     for (int l = 0; l < 64; l++) {
       u32 t[3];
-      memcpy(t, (const void *)(uintptr_t)at[l], 12);
+      memcpy(t, (const void *)PLACE(l), 12);
       D[l] = t[0], D[64 + l] = t[1], D[128 + l] = t[2];
     }
   } else {
 #if defined(__AVX512F__)
-    for (int l = 0; l < 64; l += 16) {  // 16 lanes: chunk j of x[i] is lane 4 j + i; then 4 x 4 in each chunk
-      __m512i x[4];
+    for (int l = 0; l < 64; l += 16) {
+      __m512i x[4], d[4];
       for (int i = 0; i < 4; i++) {
-        const u64 *from = at + l + i;
-        __m512i t = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(uintptr_t)from[0]));
-        t = _mm512_inserti32x4(t, _mm_loadu_si128((const __m128i *)(uintptr_t)from[4]), 1);
-        t = _mm512_inserti32x4(t, _mm_loadu_si128((const __m128i *)(uintptr_t)from[8]), 2);
-        x[i] = _mm512_inserti32x4(t, _mm_loadu_si128((const __m128i *)(uintptr_t)from[12]), 3);
+        __m512i t = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)PLACE(l + i)));
+        t = _mm512_inserti32x4(t, _mm_loadu_si128((const __m128i *)PLACE(l + i + 4)), 1);
+        t = _mm512_inserti32x4(t, _mm_loadu_si128((const __m128i *)PLACE(l + i + 8)), 2);
+        x[i] = _mm512_inserti32x4(t, _mm_loadu_si128((const __m128i *)PLACE(l + i + 12)), 3);
       }
-      __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
-      __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
-      _mm512_storeu_si512(D + l, _mm512_unpacklo_epi64(a, c));
-      _mm512_storeu_si512(D + 64 + l, _mm512_unpackhi_epi64(a, c));
-      _mm512_storeu_si512(D + 128 + l, _mm512_unpacklo_epi64(b, d));
-      _mm512_storeu_si512(D + 192 + l, _mm512_unpackhi_epi64(b, d));
+      transpose(x, d);
+      for (int k = 0; k < 4; k++) _mm512_storeu_si512(D + 64 * k + l, d[k]);
     }
 #else
     for (int l = 0; l < 64; l++) {
       u32 t[4];
-      memcpy(t, (const void *)(uintptr_t)at[l], 16);
+      memcpy(t, (const void *)PLACE(l), 16);
       D[l] = t[0], D[64 + l] = t[1], D[128 + l] = t[2], D[192 + l] = t[3];
     }
 #endif
   }
 }
 
-// Stores rows at the addresses of the lanes that are on, in the order of the lanes.
-static inline void scatter(const u32 *D, const Lanes *lanes, int size, int shift) {
-  u32 t[64][4] __attribute__((aligned(64)));
-  for (int k = 0; k < (size + 3) / 4; k++) EACH t[l][k] = D[64 * k + l] >> shift;
-  for (int l = 0; l < 64; l++) if (lanes->on[l]) memcpy((void *)(uintptr_t)lanes->at[l], t[l], (size_t)size);
+// Stores rows in the order of the lanes, those that are `on` if that is not null. shift: of data of one or two bytes
+INLINE void scatter(const u32 *D, u64 base, const u32 *offsets, const u64 *addresses, const u32 *on, int size, int shift) {
+#if defined(__AVX512F__)
+  if (size == 16 && !on) {
+    for (int l = 0; l < 64; l += 16) {
+      __m512i x[4], d[4];
+      for (int k = 0; k < 4; k++) d[k] = _mm512_loadu_si512(D + 64 * k + l);
+      transpose(d, x);
+      for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i *)PLACE(l + i), _mm512_castsi512_si128(x[i]));
+      for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i *)PLACE(l + i + 4), _mm512_extracti32x4_epi32(x[i], 1));
+      for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i *)PLACE(l + i + 8), _mm512_extracti32x4_epi32(x[i], 2));
+      for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i *)PLACE(l + i + 12), _mm512_extracti32x4_epi32(x[i], 3));
+    }
+    return;
+  }
+#endif
+  for (int l = 0; l < 64; l++) {
+    u32 t[4];
+    if (on && !on[l]) continue;
+    for (int k = 0; k < (size + 3) / 4; k++) t[k] = size < 4 ? D[l] >> shift : D[64 * k + l];
+    memcpy((void *)PLACE(l), t, (size_t)size);
+  }
 }
 
 // Copies loaded rows to registers under EXEC.

@@ -5,16 +5,16 @@ FLOATS(v_add_f32, A[l] + B[l])
 FLOATS(v_sub_f32, A[l] - B[l])
 FLOATS(v_subrev_f32, B[l] - A[l])
 FLOATS(v_mul_f32, A[l] * B[l])
-FLOATS(v_min_f32, smallest_f32(A[l], B[l]))
-FLOATS(v_max_f32, largest_f32(A[l], B[l]))
-FLOATS(v_mul_legacy_f32, A[l] == 0 || B[l] == 0 ? 0.0f : A[l] * B[l])
-FLOATS(v_mad_legacy_f32, (A[l] == 0 || B[l] == 0 ? 0.0f : A[l] * B[l]) + C[l])
+WORDS(v_min_f32, smallest_f32(A[l], B[l]))
+WORDS(v_max_f32, largest_f32(A[l], B[l]))
+FLOATS(v_mul_legacy_f32, (A[l] == 0) | (B[l] == 0) ? 0.0f : A[l] * B[l])
+FLOATS(v_mad_legacy_f32, ((A[l] == 0) | (B[l] == 0) ? 0.0f : A[l] * B[l]) + C[l])
 FLOATS(v_fma_f32, __builtin_fmaf(A[l], B[l], C[l]))
-FLOATS(v_min3_f32, smallest_f32(smallest_f32(A[l], B[l]), C[l]))
-FLOATS(v_max3_f32, largest_f32(largest_f32(A[l], B[l]), C[l]))
-FLOATS(v_med3_f32, median_f32(A[l], B[l], C[l]))
-FLOATS(v_minimum3_f32, minimum_f32(minimum_f32(A[l], B[l]), C[l]))
-FLOATS(v_maximum3_f32, maximum_f32(maximum_f32(A[l], B[l]), C[l]))
+WORDS(v_min3_f32, smallest_f32(smallest_f32(A[l], B[l]), C[l]))
+WORDS(v_max3_f32, largest_f32(largest_f32(A[l], B[l]), C[l]))
+WORDS(v_med3_f32, median_f32(A[l], B[l], C[l]))
+WORDS(v_minimum3_f32, minimum_f32(minimum_f32(A[l], B[l]), C[l]))
+WORDS(v_maximum3_f32, maximum_f32(maximum_f32(A[l], B[l]), C[l]))
 FLOATS(v_trunc_f32, __builtin_truncf(A[l]))
 FLOATS(v_ceil_f32, __builtin_ceilf(A[l]))
 FLOATS(v_floor_f32, __builtin_floorf(A[l]))
@@ -73,10 +73,10 @@ static inline float fixed_up(float quotient, float denominator, float numerator)
   float sign = (as_bits(denominator) ^ as_bits(numerator)) >> 31 ? -1.0f : 1.0f;
   float r = copysignf(quotient, sign);
   int infinite = fabsf(denominator) == INFINITY, endless = fabsf(numerator) == INFINITY;
-  r = infinite || numerator == 0 ? copysignf(0.0f, sign) : r;
-  r = denominator == 0 || endless ? copysignf(INFINITY, sign) : r;
-  int invalid = (denominator == 0 && numerator == 0) || (infinite && endless);
-  return invalid || denominator != denominator || numerator != numerator ? as_float(0x7FC00000u) : r;
+  r = infinite | (numerator == 0) ? copysignf(0.0f, sign) : r;
+  r = (denominator == 0) | endless ? copysignf(INFINITY, sign) : r;
+  int invalid = ((denominator == 0) & (numerator == 0)) | (infinite & endless);
+  return invalid | (denominator != denominator) | (numerator != numerator) ? as_float(0x7FC00000u) : r;
 }
 FLOATS(v_div_fixup_f32, fixed_up(A[l], B[l], C[l]))
 static inline u16 fixed_up_half(u16 quotient, u16 denominator, u16 numerator) {
@@ -88,23 +88,27 @@ HALVES(v_div_fixup_f16, fixed_up_half(a, b, c))
 static inline float scaled(float x, float denominator, float numerator, u32 *lanes) {
   int n = as_bits(numerator) >> 23 & 255, d = as_bits(denominator) >> 23 & 255;
   double quotient = (double)numerator / denominator;
-  int zero = numerator == 0 || denominator == 0, far = !zero && n - d >= 96;
-  int denormal = !zero && !far && fabsf(denominator) < 0x1p-126f, rest = !zero && !far && !denormal;
+  int zero = (numerator == 0) | (denominator == 0), far = !zero & (n - d >= 96);
+  int denormal = !zero & !far & (fabsf(denominator) < 0x1p-126f), rest = !zero & !far & !denormal;
   int small_reciprocal = fabs(1.0 / (double)denominator) < 0x1p-126, small_quotient = fabs(quotient) < 0x1p-126;
-  int small_numerator = rest && !small_reciprocal && !small_quotient && n <= 23;
-  *lanes = far || (rest && small_quotient) ? ~0u : 0;
-  int up = denormal || (far && x == denominator) || small_numerator ||
-           (rest && !small_reciprocal && small_quotient && x == numerator);
-  int down = rest && small_reciprocal && (!small_quotient || x == denominator);
+  int small_numerator = rest & !small_reciprocal & !small_quotient & (n <= 23);
+  *lanes = far | (rest & small_quotient) ? ~0u : 0;
+  int up = denormal | (far & (x == denominator)) | small_numerator |
+           (rest & !small_reciprocal & small_quotient & (x == numerator));
+  int down = rest & small_reciprocal & (!small_quotient | (x == denominator));
   return zero ? as_float(0x7FC00000u) : ldexp_f32(x, up ? 64 : down ? -64 : 0);
 }
 OP(v_div_scale_f32) {  // y: scalar pair of the lanes that were scaled
   const float *A = (const float *)ROW(a), *B = (const float *)ROW(b), *C = (const float *)ROW(c);
   const u32 *M = w->mask;
-  float *D = (float *)ROW(d), r[64];
-  u32 lanes[64];
-  for (int l = 0; l < 64; l++) r[l] = scaled(A[l], B[l], C[l], lanes + l);
-  EACH { D[l] = M[l] ? r[l] : D[l]; lanes[l] &= M[l]; }
+  float *D = (float *)ROW(d);
+  u32 lanes[64] __attribute__((aligned(64)));
+  EACH {
+    u32 on;
+    float r = scaled(A[l], B[l], C[l], &on);
+    D[l] = M[l] ? r : D[l];
+    lanes[l] = on & M[l];
+  }
   put_pair(w, o->y, pack_mask(lanes));
   NEXT;
 }
@@ -128,37 +132,13 @@ HALF_FLOATS(v_add_f16, FA + FB)
 HALF_FLOATS(v_sub_f16, FA - FB)
 HALF_FLOATS(v_subrev_f16, FB - FA)
 HALF_FLOATS(v_mul_f16, FA * FB)
-static inline int half_nan(u16 x) { return (x & 0x7FFF) > 0x7C00; }
-static inline int half_signals(u16 x) { return half_nan(x) && !(x & 0x200); }
-#define HALF_EXTREME(name, before, zeros)                                                                 \
-  static inline u16 name(u16 x, u16 y) {                                                                  \
-    float fx = half_to_float(x), fy = half_to_float(y);                                                   \
-    u16 r = before ? x : y;                                                                               \
-    r = fx == 0 && fy == 0 ? (u16)(zeros) : r;                                                            \
-    r = half_nan(y) ? x : r;                                                                              \
-    r = half_nan(x) && !half_nan(y) ? y : r;                                                              \
-    return half_signals(x) || half_signals(y) ? 0x7E00 : r;                                               \
-  }                                                                                                       \
-  static inline UNUSED u16 strict_##name(u16 x, u16 y) { /* a NaN stays a NaN */                          \
-    u16 nan = half_nan(x) ? x : y;                                                                        \
-    nan = half_signals(x) || half_signals(y) ? 0x7E00 : nan;                                              \
-    return half_nan(x) || half_nan(y) ? nan : name(x, y);                                                 \
-  }
-HALF_EXTREME(largest_half, fx > fy, x & y)
-HALF_EXTREME(smallest_half, fx < fy, x | y)
-static inline u16 median_half(u16 x, u16 y, u16 z) {
-  u16 top = largest_half(largest_half(x, y), z);
-  float t = half_to_float(top);
-  u16 middle = t == half_to_float(x) ? largest_half(y, z) : t == half_to_float(y) ? largest_half(x, z) : largest_half(x, y);
-  return half_nan(x) || half_nan(y) || half_nan(z) ? smallest_half(smallest_half(x, y), z) : middle;
-}
-HALVES(v_min_f16, smallest_half(a, b))
-HALVES(v_max_f16, largest_half(a, b))
-HALVES(v_min3_f16, smallest_half(smallest_half(a, b), c))
-HALVES(v_max3_f16, largest_half(largest_half(a, b), c))
-HALVES(v_med3_f16, median_half(a, b, c))
-HALVES(v_minimum3_f16, strict_smallest_half(strict_smallest_half(a, b), c))
-HALVES(v_maximum3_f16, strict_largest_half(strict_largest_half(a, b), c))
+HALVES(v_min_f16, smallest_f16(a, b))
+HALVES(v_max_f16, largest_f16(a, b))
+HALVES(v_min3_f16, smallest_f16(smallest_f16(a, b), c))
+HALVES(v_max3_f16, largest_f16(largest_f16(a, b), c))
+HALVES(v_med3_f16, median_f16(a, b, c))
+HALVES(v_minimum3_f16, minimum_f16(minimum_f16(a, b), c))
+HALVES(v_maximum3_f16, maximum_f16(maximum_f16(a, b), c))
 HALVES(v_fma_f16, double_to_half((double)FA * (double)FB + (double)FC))
 HALVES(v_ldexp_f16, float_to_half(ldexp_f32(FA, (i16)b)))
 HALVES(v_exp_f16, double_to_half(exp2_f64(FA)))
@@ -181,8 +161,8 @@ HALVES(v_cos_f16, double_to_half(cosine_of(FA)))
 // ---- fp64
 DOUBLES(v_add_f64, DA + DB)
 DOUBLES(v_mul_f64, DA * DB)
-DOUBLES(v_min_f64, smallest_f64(DA, DB))
-DOUBLES(v_max_f64, largest_f64(DA, DB))
+LANEWISE64(v_min_f64, smallest_f64(A64, B64))
+LANEWISE64(v_max_f64, largest_f64(A64, B64))
 DOUBLES(v_fma_f64, (double)((long double)DA * (long double)DB + (long double)DC))
 DOUBLES(v_ldexp_f64, ldexp(DA, (i32)B[l]))
 DOUBLES(v_rcp_f64, 1.0 / DA)

@@ -31,13 +31,13 @@ OP(v_readlane_b32) { w->s[o->d] = ROW(a)[w->s[o->b] & 63]; NEXT; }
 OP(v_writelane_b32) { ROW(d)[w->s[o->b] & 63] = w->s[o->a]; NEXT; }
 
 static inline void swap_rows(Wave *w, const Op *o, int size) {
-  u32 *D = ROW(d), *B = ROW(b), x[64], y[64];
+  u32 *D = ROW(d), *B = ROW(b);
   const u32 *M = w->mask;
-  memcpy(x, D, sizeof x), memcpy(y, B, sizeof y);
   for (int l = 0; l < 64; l++) {
-    if (!M[l]) continue;
-    if (l & size) D[l] = y[l - size];
-    else B[l] = x[l + size];
+    if (l & size) continue;
+    u32 x = D[l + size], y = B[l];
+    D[l + size] = M[l + size] ? y : x;
+    B[l] = M[l] ? x : y;
   }
 }
 OP(v_permlane32_swap_b32) { swap_rows(w, o, 32); NEXT; }
@@ -52,9 +52,13 @@ OP(v_swap_b32) {
 // Through the LDS hardware, without LDS memory. a: addresses; b: data; x: offset.
 OP(ds_bpermute_b32) {
   const u32 *A = ROW(a), *B = ROW(b), *M = w->mask;
-  u32 *D = ROW(d), r[64], x = (u32)o->x;
-  for (int l = 0; l < 64; l++) { u32 k = (A[l] + x) >> 2 & 63; r[l] = B[k] & M[k]; }
-  EACH D[l] = M[l] ? r[l] : D[l];
+  u32 *D = ROW(d), from[64] __attribute__((aligned(64))), active[64] __attribute__((aligned(64))), x = (u32)o->x;
+  EACH { from[l] = (A[l] + x) >> 2 & 63; active[l] = B[l] & M[l]; }
+  if (likely(w->full)) {
+    for (int l = 0; l < 64; l++) D[l] = active[from[l]];
+  } else {
+    for (int l = 0; l < 64; l++) if (M[l]) D[l] = active[from[l]];
+  }
   NEXT;
 }
 OP(ds_permute_b32) {

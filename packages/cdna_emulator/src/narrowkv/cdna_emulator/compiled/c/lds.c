@@ -12,7 +12,7 @@ static inline int lds_lanes(Wave *w, const Op *o, Lanes *lanes, i32 offset, int 
     for (int l = 0; l < 64; l++)
       if (lanes->on[l] && lanes->at[l] + (u64)size > w->lds_bytes) { fail(w, o, LDS_RANGE, l, size, lanes->at[l]); return 0; }
   }
-  u64 unit = size >= 4 ? 3 : (u64)size - 1;
+  const u64 unit = unaligned_bits(size);
   if (unlikely(lanes->low_bits & unit)) {
     int l = first_on(lanes, unit);
     fail(w, o, LDS_ALIGNMENT, l, size, lanes->at[l]);
@@ -22,47 +22,84 @@ static inline int lds_lanes(Wave *w, const Op *o, Lanes *lanes, i32 offset, int 
   return 1;
 }
 
+// Whether all lanes access LDS inside its bounds, and aligned, at the offset from the row A.
+static inline int all_in_lds(const Wave *w, const u32 *A, i32 offset, int size) {
+  u32 most, bits;
+  if (!w->full || offset < 0) return 0;
+  extent(A, &most, &bits);
+  return (u64)most + (u64)offset + (u64)size <= w->lds_bytes && !((bits | (u32)offset) & unaligned_bits(size));
+}
+#define LDS(offset) ((u64)(uintptr_t)w->lds + (u64)(offset))
+
 // d: rows; z: fill, or shift of the data; y: offset
 #define SIZES(size)                                                                          \
-  OP(lds_read_##size) {                                                                      \
+  static __attribute__((noinline)) const Op *read_some_##size(Wave *w, const Op *o) {        \
     Lanes lanes[1];                                                                          \
     u32 rows[64 * ((size + 3) / 4)] __attribute__((aligned(64)));                            \
     if (unlikely(!lds_lanes(w, o, lanes, o->y, size))) return NULL;                          \
-    gather(rows, lanes->at, size);                                                           \
+    gather(rows, 0, NULL, lanes->at, size);                                                  \
     if (size < 4 && o->z) extend(rows, ROW(d), size, o->z);                                  \
     commit(w, ROW(d), rows, (size + 3) / 4);                                                 \
     w->bytes[LDS_READ] += size * count_on(lanes);                                            \
     NEXT;                                                                                    \
   }                                                                                          \
-  OP(lds_write_##size) {                                                                     \
+  OP(lds_read_##size) {                                                                      \
+    if ((size < 4 && o->z) || !all_in_lds(w, ROW(a), o->y, size)) return read_some_##size(w, o); \
+    gather(ROW(d), LDS(o->y), ROW(a), NULL, size);                                           \
+    w->bytes[LDS_READ] += 64 * size;                                                         \
+    NEXT;                                                                                    \
+  }                                                                                          \
+  static __attribute__((noinline)) const Op *write_some_##size(Wave *w, const Op *o) {       \
     Lanes lanes[1];                                                                          \
     if (unlikely(!lds_lanes(w, o, lanes, o->y, size))) return NULL;                          \
-    scatter(ROW(d), lanes, size, o->z);                                                      \
+    scatter(ROW(d), 0, NULL, lanes->at, lanes->on, size, o->z);                              \
     w->bytes[LDS_WRITTEN] += size * count_on(lanes);                                         \
+    NEXT;                                                                                    \
+  }                                                                                          \
+  OP(lds_write_##size) {                                                                     \
+    if (!all_in_lds(w, ROW(a), o->y, size)) return write_some_##size(w, o);                  \
+    scatter(ROW(d), LDS(o->y), ROW(a), NULL, NULL, size, o->z);                              \
+    w->bytes[LDS_WRITTEN] += 64 * size;                                                      \
     NEXT;                                                                                    \
   }
 SIZES(1) SIZES(2) SIZES(4) SIZES(8) SIZES(12) SIZES(16)
 
-// Two addresses. x, y: offsets; b: rows of the second data
+// Two addresses. x, y: offsets, multiples of the size; b: rows of the second data
 #define TWO(size)                                                                            \
-  OP(lds_read2_##size) {                                                                     \
+  static __attribute__((noinline)) const Op *read2_some_##size(Wave *w, const Op *o) {       \
     Lanes lanes[1];                                                                          \
     u32 rows[128 * (size / 4)] __attribute__((aligned(64)));                                 \
     if (unlikely(!lds_lanes(w, o, lanes, o->x, size))) return NULL;                          \
-    gather(rows, lanes->at, size);                                                           \
+    gather(rows, 0, NULL, lanes->at, size);                                                  \
     if (unlikely(!lds_lanes(w, o, lanes, o->y, size))) return NULL;                          \
-    gather(rows + 16 * size, lanes->at, size);                                               \
+    gather(rows + 16 * size, 0, NULL, lanes->at, size);                                      \
     commit(w, ROW(d), rows, size / 2);                                                       \
     w->bytes[LDS_READ] += 2 * size * count_on(lanes);                                        \
     NEXT;                                                                                    \
   }                                                                                          \
-  OP(lds_write2_##size) {                                                                    \
+  OP(lds_read2_##size) {                                                                     \
+    u32 at[64] __attribute__((aligned(64)));  /* the result may overwrite the offsets */     \
+    if (!all_in_lds(w, ROW(a), o->x > o->y ? o->x : o->y, size)) return read2_some_##size(w, o); \
+    memcpy(at, ROW(a), sizeof at);                                                           \
+    gather(ROW(d), LDS(o->x), at, NULL, size);                                               \
+    gather(ROW(d) + 16 * size, LDS(o->y), at, NULL, size);                                   \
+    w->bytes[LDS_READ] += 2 * 64 * size;                                                     \
+    NEXT;                                                                                    \
+  }                                                                                          \
+  static __attribute__((noinline)) const Op *write2_some_##size(Wave *w, const Op *o) {      \
     Lanes lanes[1];                                                                          \
     if (unlikely(!lds_lanes(w, o, lanes, o->x, size))) return NULL;                          \
-    scatter(ROW(d), lanes, size, 0);                                                         \
+    scatter(ROW(d), 0, NULL, lanes->at, lanes->on, size, 0);                                 \
     if (unlikely(!lds_lanes(w, o, lanes, o->y, size))) return NULL;                          \
-    scatter(ROW(b), lanes, size, 0);                                                         \
+    scatter(ROW(b), 0, NULL, lanes->at, lanes->on, size, 0);                                 \
     w->bytes[LDS_WRITTEN] += 2 * size * count_on(lanes);                                     \
+    NEXT;                                                                                    \
+  }                                                                                          \
+  OP(lds_write2_##size) {                                                                    \
+    if (!all_in_lds(w, ROW(a), o->x > o->y ? o->x : o->y, size)) return write2_some_##size(w, o); \
+    scatter(ROW(d), LDS(o->x), ROW(a), NULL, NULL, size, 0);                                 \
+    scatter(ROW(b), LDS(o->y), ROW(a), NULL, NULL, size, 0);                                 \
+    w->bytes[LDS_WRITTEN] += 2 * 64 * size;                                                  \
     NEXT;                                                                                    \
   }
 TWO(4) TWO(8)
@@ -72,7 +109,7 @@ OP(lds_read_transposed) {
   Lanes lanes[1];
   u32 rows[128] __attribute__((aligned(64))), out[128];
   if (unlikely(!lds_lanes(w, o, lanes, o->y, 8))) return NULL;
-  gather(rows, lanes->at, 8);
+  gather(rows, 0, NULL, lanes->at, 8);
   const int bits = o->x, elements = 64 / bits;
   const u64 keep = (1ull << bits) - 1;
   for (int l = 0; l < 64; l++) {

@@ -6,7 +6,12 @@
 
 enum Element { F32, XF32, F64, F16, BF16, I8, F8, F6, F4 };  // mirrored by `matrices.ELEMENTS`
 enum Result { TO_F32, TO_I32, TO_F64 };
-typedef struct { i32 element, bits, two_runs, least; Format format; } Factor;  // least: exponent of subnormal numbers
+typedef struct {
+  i32 element, bits, least;  // least: exponent of subnormal numbers
+  i32 count, run;            // elements of a lane, of which the first `run` have consecutive k, as have the others
+  i32 start[16];             // where the first element of lane 4 v is unpacked to
+  Format format;
+} Factor;
 typedef struct {
   i32 m, k, blocks, result;
   i32 group, scale_a, scale_b, pad;  // group: products of a group of the hardware's sums, or 0
@@ -14,7 +19,9 @@ typedef struct {
 } Shape;
 #define MOST 2048  // elements of A or B
 
-// Vectors of doubles.
+typedef float EightFloats __attribute__((vector_size(32)));
+typedef double EightDoubles __attribute__((vector_size(64)));
+// Vectors of doubles as wide as the processor's.
 #if defined(__AVX512F__)
 #define PER 8
 typedef __m512d Vector;
@@ -32,41 +39,42 @@ typedef double Vector __attribute__((vector_size(16)));
 #define MULTIPLY_ADD(x, y, z) ((x) * (y) + (z))
 #endif
 
-// One element of each lane as fp64.
-static inline void element(const u32 *rows, const Factor *f, int e, double *t) {
+// One element of each lane as fp32, which holds all types but fp64.
+static inline void element(const u32 *rows, const Factor *f, int e, float *t) {
   const int at = f->bits * e, shift = at % 32;
   const u32 *row = rows + 64 * (at / 32);
   switch (f->element) {
-    case F32: EACH t[l] = (double)as_float(row[l]); break;
-    case XF32: EACH t[l] = (double)truncated_xf32(row[l]); break;
-    case F64: EACH t[l] = as_double(WIDE(row, l)); break;
-    case F16: EACH t[l] = (double)half_to_float((u16)(row[l] >> shift)); break;
-    case BF16: EACH t[l] = (double)bfloat_to_float((u16)(row[l] >> shift)); break;
-    case I8: EACH t[l] = (double)(i32)(i8)(row[l] >> shift); break;
-    case F6: {
-      const Format format = f->format;
-      const u32 *next = shift > 26 ? row + 64 : row;
-      EACH t[l] = (double)decode_small((u32)(WIDE(row, l) >> shift) & 63, &format);
-      if (next != row) EACH t[l] = (double)decode_small((u32)(((u64)next[l] << 32 | row[l]) >> shift) & 63, &format);
-      break;
-    }
-    default: {
-      const Format format = f->format;
-      const u32 keep = (u32)(2 * format.sign_bit - 1);
-      EACH t[l] = (double)decode_small(row[l] >> shift & keep, &format);
-    }
+    case F32: EACH t[l] = as_float(row[l]); break;
+    case XF32: EACH t[l] = truncated_xf32(row[l]); break;
+    case F16: EACH t[l] = half_to_float((u16)(row[l] >> shift)); break;
+    case BF16: EACH t[l] = bfloat_to_float((u16)(row[l] >> shift)); break;
+    case I8: EACH t[l] = (float)(i8)(row[l] >> shift); break;
+    case F6:
+      if (shift > 26) {
+        u32 joined[64] __attribute__((aligned(64)));
+        EACH joined[l] = row[l] >> shift | row[64 + l] << (32 - shift);
+        decode_row(joined, 0, &f->format, t);
+        break;
+      }  // fall through
+    default: decode_row(row, shift, &f->format, t);
   }
 }
 
 // A or B as [blocks][k][rows].
 static void unpack(const u32 *rows, const Shape *s, const Factor *f, double *out) {
-  const int m = s->m, groups = 64 / m, spread = groups / s->blocks, per = s->k / spread;
-  double t[64] __attribute__((aligned(64)));
-  for (int e = 0; e < per; e++) {
+  float t[64] __attribute__((aligned(64)));
+  for (int e = 0; e < f->count; e++) {
+    double *to = out + s->m * (e < f->run ? e : s->k / 2 + e - f->run);
+    if (f->element == F64) {
+      for (int l = 0; l < 64; l++) to[f->start[l / 4] + l % 4] = as_double(WIDE(rows + 128 * e, l));
+      continue;
+    }
     element(rows, f, e, t);
-    for (int g = 0; g < groups; g++) {
-      int part = g % spread, k = f->two_runs ? e / 16 * (s->k / 2) + 16 * part + e % 16 : part * per + e;
-      memcpy(out + (size_t)(g / spread * s->k + k) * (size_t)m, t + g * m, sizeof(double) * (size_t)m);
+    if (s->m == 4) {
+      for (int v = 0; v < 16; v++) for (int j = 0; j < 4; j++) to[f->start[v] + j] = t[4 * v + j];
+    } else {
+      for (int v = 0; v < 16; v += 2)
+        *(EightDoubles *)(to + f->start[v]) = __builtin_convertvector(*(const EightFloats *)(t + 4 * v), EightDoubles);
     }
   }
 }
@@ -79,78 +87,71 @@ static void apply_scales(double *values, const u32 *row, int shift, const Shape 
     for (int i = 0; i < s->m; i++) values[k * s->m + i] *= scales[k / 32 * s->m + i];
 }
 
-// Register and first lane of row i of a block's result.
-static inline int register_of(const Shape *s, int block, int i) {
-  return s->m == 16 ? 4 * block + i % 4 : s->m == 32 ? 16 * block + i / 8 * 4 + i % 4 : i;
+// Register and first lane of row i of a block's result of m x m.
+static inline int register_of(int m, int block, int i) {
+  return m == 16 ? 4 * block + i % 4 : m == 32 ? 16 * block + i / 8 * 4 + i % 4 : i;
 }
-static inline int lane_of(const Shape *s, int block, int i) {
-  return s->m == 16 ? i / 4 * 16 : s->m == 32 ? i / 4 % 2 * 32 : 4 * block;
-}
-
-// `count` rows of A B in fp64, from row `first` of A on.
-#define ROWS_OF_PRODUCT(M, STEP)                                                              \
-  static inline void product_##M(const double *a, const double *b, int ks, int first, double *out) { \
-    Vector sum[STEP][M / PER];                                                                \
-    for (int u = 0; u < STEP; u++)                                                            \
-      for (int j = 0; j < M / PER; j++) sum[u][j] = BROADCAST(0.0);                           \
-    for (int k = 0; k < ks; k++) {                                                            \
-      const Vector *row = (const Vector *)(b + k * M);                                        \
-      for (int u = 0; u < STEP; u++) {                                                        \
-        Vector x = BROADCAST(a[k * M + first + u]);                                           \
-        for (int j = 0; j < M / PER; j++) sum[u][j] = MULTIPLY_ADD(x, row[j], sum[u][j]);     \
-      }                                                                                       \
-    }                                                                                         \
-    memcpy(out, sum, sizeof sum);                                                             \
-  }
-#define STEP_16 (PER == 8 ? 8 : 2)
-#define STEP_32 (PER == 8 ? 4 : 1)
-ROWS_OF_PRODUCT(16, STEP_16)
-ROWS_OF_PRODUCT(32, STEP_32)
-static inline void product_4(const double *a, const double *b, int ks, double *out) {
-  for (int i = 0; i < 4; i++) {
-    for (int j = 0; j < 4; j++) {
-      double sum = 0;
-      for (int k = 0; k < ks; k++) sum += a[4 * k + i] * b[4 * k + j];
-      out[4 * i + j] = sum;
-    }
-  }
+static inline int lane_of(int m, int block, int i) {
+  return m == 16 ? i / 4 * 16 : m == 32 ? i / 4 % 2 * 32 : 4 * block;
 }
 
-static void store_row(const Shape *s, const double *t, const u32 *C, int same, u32 *out, int block, int i) {
-  const int n = s->m, at = 64 * register_of(s, block, i) + lane_of(s, block, i), from = same ? lane_of(s, block, i) : at;
+// Row i of a block's result, from sums t and the addend. The place of the addend is that of the result, or its first
+// register if that is the `same` for all.
+static inline __attribute__((always_inline)) void store_row(
+    int m, const Shape *s, const double *t, const u32 *C, int same, u32 *out, int block, int i) {
+  const int lane = lane_of(m, block, i), at = 64 * register_of(m, block, i) + lane, from = same ? lane : at;
   if (s->result == TO_F64) {  // i = 4 * register + lane // 16
     const int low = 128 * (i / 4) + 16 * (i % 4), addend = same ? 16 * (i % 4) : low;
-    for (int j = 0; j < n; j++) {
+    for (int j = 0; j < m; j++) {
       u64 r = as_bits64(t[j] + as_double(WIDE(C, addend + j)));
       out[low + j] = (u32)r, out[low + 64 + j] = (u32)(r >> 32);
     }
   } else if (s->result == TO_I32) {
-    for (int j = 0; j < n; j++) out[at + j] = (u32)(i64)(C ? t[j] + (double)(i32)C[from + j] : t[j]);
+    for (int j = 0; j < m; j++) out[at + j] = (u32)(i64)(C ? t[j] + (double)(i32)C[from + j] : t[j]);
   } else if (C) {
-    for (int j = 0; j < n; j++) out[at + j] = as_bits((float)(t[j] + (double)as_float(C[from + j])));
+    for (int j = 0; j < m; j++) out[at + j] = as_bits((float)(t[j] + (double)as_float(C[from + j])));
   } else {
-    for (int j = 0; j < n; j++) out[at + j] = as_bits((float)t[j]);
+    for (int j = 0; j < m; j++) out[at + j] = as_bits((float)t[j]);
   }
 }
 
-// d, a, b, c: rows; c is negative if there is no addend. y: the addend is one row for all registers (a constant).
+// Blocks of M x M, STEP rows of A at a time, in vectors of N columns of B: each sum is formed in the order of k.
+#define BLOCKS(M, STEP, N, TYPE, ONE, ADD)                                                                \
+  static void blocks_of_##M(const double *a, const double *b, const u32 *C, const Shape *s, int same, u32 *out) { \
+    double t[STEP * M] __attribute__((aligned(64)));                                                      \
+    for (int block = 0; block < s->blocks; block++, a += s->k * M, b += s->k * M) {                       \
+      for (int first = 0; first < M; first += STEP) {                                                     \
+        TYPE sum[STEP][M / N];                                                                            \
+        for (int u = 0; u < STEP; u++)                                                                    \
+          for (int j = 0; j < M / N; j++) sum[u][j] = ONE(0.0);                                           \
+        for (int k = 0; k < s->k; k++) {                                                                  \
+          const TYPE *row = (const TYPE *)(b + k * M);                                                    \
+          for (int u = 0; u < STEP; u++) {                                                                \
+            TYPE x = ONE(a[k * M + first + u]);                                                           \
+            for (int j = 0; j < M / N; j++) sum[u][j] = ADD(x, row[j], sum[u][j]);                        \
+          }                                                                                               \
+        }                                                                                                 \
+        memcpy(t, sum, sizeof sum);                                                                       \
+        for (int u = 0; u < STEP; u++) store_row(M, s, t + u * M, C, same, out, block, first + u);        \
+      }                                                                                                   \
+    }                                                                                                     \
+  }
+#define SAME_NUMBER(x) (x)
+#define ADD_PRODUCT(x, y, z) ((z) + (x) * (y))
+BLOCKS(4, 4, 1, double, SAME_NUMBER, ADD_PRODUCT)
+BLOCKS(16, (PER == 8 ? 8 : 2), PER, Vector, BROADCAST, MULTIPLY_ADD)
+BLOCKS(32, (PER == 8 ? 4 : 1), PER, Vector, BROADCAST, MULTIPLY_ADD)
+
+// C: the addend, or null; same: the addend is one row for all registers (a constant).
 static void multiply(u32 *D, const u32 *A, const u32 *B, const u32 *C, const u32 *SA, const u32 *SB, const Shape *s, int same) {
   double a[MOST] __attribute__((aligned(64))), b[MOST] __attribute__((aligned(64)));
-  double t[128] __attribute__((aligned(64)));
   u32 out[64 * 32] __attribute__((aligned(64)));
   unpack(A, s, &s->a, a);
   unpack(B, s, &s->b, b);
   if (s->scale_a >= 0) apply_scales(a, SA, s->scale_a, s), apply_scales(b, SB, s->scale_b, s);
-  for (int block = 0; block < s->blocks; block++) {
-    const double *x = a + block * s->k * s->m, *y = b + block * s->k * s->m;
-    const int step = s->m == 16 ? STEP_16 : s->m == 32 ? STEP_32 : 4;
-    for (int first = 0; first < s->m; first += step) {
-      if (s->m == 16) product_16(x, y, s->k, first, t);
-      else if (s->m == 32) product_32(x, y, s->k, first, t);
-      else product_4(x, y, s->k, t);
-      for (int u = 0; u < step; u++) store_row(s, t + u * s->m, C, same, out, block, first + u);
-    }
-  }
+  if (s->m == 16) blocks_of_16(a, b, C, s, same, out);
+  else if (s->m == 32) blocks_of_32(a, b, C, s, same, out);
+  else blocks_of_4(a, b, C, s, same, out);
   memcpy(D, out, sizeof(u32) * (size_t)(s->m * s->m * s->blocks) * (s->result == TO_F64 ? 2 : 1));
 }
 
@@ -208,15 +209,16 @@ static double hardware_sum(const double *a, const double *b, double total, const
   return total;
 }
 static void multiply_as_hardware(u32 *D, const u32 *A, const u32 *B, const u32 *C, const Shape *s, int same) {
-  double a[MOST], b[MOST];
+  double a[MOST] __attribute__((aligned(64))), b[MOST] __attribute__((aligned(64)));
   u32 out[64 * 32];
   unpack(A, s, &s->a, a);
   unpack(B, s, &s->b, b);
+  const int m = s->m;
   for (int block = 0; block < s->blocks; block++) {
-    for (int i = 0; i < s->m; i++) {
-      for (int j = 0; j < s->m; j++) {
-        const int lane = lane_of(s, block, i) + j, at = 64 * register_of(s, block, i) + lane;
-        const int from = block * s->k * s->m;
+    for (int i = 0; i < m; i++) {
+      for (int j = 0; j < m; j++) {
+        const int lane = lane_of(m, block, i) + j, at = 64 * register_of(m, block, i) + lane;
+        const int from = block * s->k * m;
         double addend = C ? (double)as_float(C[same ? lane : at]) : 0.0;
         out[at] = as_bits((float)hardware_sum(a + from + i, b + from + j, addend, s));
       }

@@ -44,7 +44,7 @@ static inline int checked(Wave *w, const Op *o, Lanes *lanes, int size, enum Kin
       if (lanes->buffer && !lanes->buffer->readonly) break;
     }
   }
-  u64 unit = size >= 4 ? 3 : (u64)size - 1;
+  const u64 unit = unaligned_bits(size);
   if (unlikely(lanes->low_bits & unit)) {
     int l = first_on(lanes, unit);
     fail(w, o, kind == LOAD ? LOAD_ALIGNMENT : STORE_ALIGNMENT, l, size, lanes->at[l]);
@@ -71,33 +71,59 @@ static inline int in_scratch(Wave *w, const Op *o, const Lanes *lanes, int size,
 }
 
 // d: rows; z: fill
-#define LOADS(space, addresses, size, check)                                                 \
-  OP(space##_load_##size) {                                                                  \
+#define LOADS(space, size, check)                                                            \
+  static __attribute__((noinline)) const Op *space##_load_some_##size(Wave *w, const Op *o) { \
     Lanes lanes[1];                                                                          \
     u32 rows[64 * ((size + 3) / 4)] __attribute__((aligned(64)));                            \
-    addresses(w, o, lanes, size);                                                            \
+    space##_lanes(w, o, lanes, size);                                                        \
     if (unlikely(!(check))) return NULL;                                                     \
-    gather(rows, lanes->at, size);                                                           \
+    gather(rows, 0, NULL, lanes->at, size);                                                  \
     if (size < 4 && o->z) extend(rows, ROW(d), size, o->z);                                  \
     commit(w, ROW(d), rows, (size + 3) / 4);                                                 \
     w->bytes[VMEM_LOADED] += size * count_on(lanes);                                         \
     NEXT;                                                                                    \
+  }                                                                                          \
+  OP(space##_load_##size) {                                                                  \
+    u64 base, limit;                                                                         \
+    if ((size < 4 && o->z) || !space##_base(w, o, &base, &limit) ||                          \
+        !all_inside(w, base, ROW(a), size, limit, NULL))                                     \
+      return space##_load_some_##size(w, o);                                                 \
+    gather(ROW(d), base, ROW(a), NULL, size);                                                \
+    w->bytes[VMEM_LOADED] += 64 * size;                                                      \
+    NEXT;                                                                                    \
   }
+static inline int holds_poison(const u32 *D, int rows) {
+  u32 poisoned = 0;
+  for (int k = 0; k < rows; k++) EACH poisoned |= D[64 * k + l] == POISON;
+  return (int)poisoned;
+}
 // d: rows; z: shift of the data
-#define STORES(space, addresses, size, check, is_scratch)                                    \
-  OP(space##_store_##size) {                                                                 \
+#define STORES(space, size, check, is_scratch)                                               \
+  static __attribute__((noinline)) const Op *space##_store_some_##size(Wave *w, const Op *o) { \
     Lanes lanes[1];                                                                          \
     const u32 *D = ROW(d);                                                                   \
-    addresses(w, o, lanes, size);                                                            \
+    space##_lanes(w, o, lanes, size);                                                        \
     if (size >= 4 && !is_scratch) {                                                          \
       u32 poisoned = 0;                                                                      \
       for (int k = 0; k < size / 4; k++) EACH poisoned |= D[64 * k + l] == POISON ? lanes->on[l] : 0; \
       if (unlikely(poisoned)) return store_of_poison(w, o, lanes, size);                     \
     }                                                                                        \
     if (unlikely(!(check))) return NULL;                                                     \
-    scatter(D, lanes, size, o->z);                                                           \
+    scatter(D, 0, NULL, lanes->at, lanes->on, size, o->z);                                   \
     if (!is_scratch) mark(w, lanes, size);                                                   \
     w->bytes[VMEM_STORED] += size * count_on(lanes);                                         \
+    NEXT;                                                                                    \
+  }                                                                                          \
+  OP(space##_store_##size) {                                                                 \
+    u64 base, limit;                                                                         \
+    const Buffer *buffer;                                                                    \
+    if (!space##_base(w, o, &base, &limit) || holds_poison(ROW(d), size / 4) ||              \
+        !all_inside(w, base, ROW(a), size, limit, &buffer))                                  \
+      return space##_store_some_##size(w, o);                                                \
+    scatter(ROW(d), base, ROW(a), NULL, NULL, size, o->z);                                   \
+    if (buffer->written)                                                                     \
+      for (int l = 0; l < 64; l++) memset(buffer->written + (base + ROW(a)[l] - buffer->base), 1, size); \
+    w->bytes[VMEM_STORED] += 64 * size;                                                      \
     NEXT;                                                                                    \
   }
 static __attribute__((noinline)) const Op *store_of_poison(Wave *w, const Op *o, const Lanes *lanes, int size) {
@@ -108,22 +134,22 @@ static __attribute__((noinline)) const Op *store_of_poison(Wave *w, const Op *o,
   return NULL;
 }
 #define SIZES(n)                                                                             \
-  LOADS(buffer, buffer_lanes, n, checked(w, o, lanes, n, LOAD))                              \
-  LOADS(global, global_lanes, n, checked(w, o, lanes, n, LOAD))                              \
-  LOADS(scratch, scratch_lanes, n, in_scratch(w, o, lanes, n, LOAD_RANGE))                   \
-  STORES(buffer, buffer_lanes, n, checked(w, o, lanes, n, STORE), 0)                         \
-  STORES(global, global_lanes, n, checked(w, o, lanes, n, STORE), 0)                         \
-  STORES(scratch, scratch_lanes, n, in_scratch(w, o, lanes, n, STORE_RANGE), 1)
+  LOADS(buffer, n, checked(w, o, lanes, n, LOAD))                                            \
+  LOADS(global, n, checked(w, o, lanes, n, LOAD))                                            \
+  LOADS(scratch, n, in_scratch(w, o, lanes, n, LOAD_RANGE))                                  \
+  STORES(buffer, n, checked(w, o, lanes, n, STORE), 0)                                       \
+  STORES(global, n, checked(w, o, lanes, n, STORE), 0)                                       \
+  STORES(scratch, n, in_scratch(w, o, lanes, n, STORE_RANGE), 1)
 SIZES(1) SIZES(2) SIZES(4) SIZES(8) SIZES(12) SIZES(16)
 
 // Loads to LDS: the data of lane l go to M0 + offset + l * stride. y: offset, of the address too
-#define TO_LDS(space, addresses, size)                                                       \
-  OP(space##_to_lds_##size) {                                                                \
+#define TO_LDS(space, size)                                                                  \
+  static __attribute__((noinline)) const Op *space##_to_lds_some_##size(Wave *w, const Op *o) { \
     Lanes lanes[1];                                                                          \
     u32 rows[64 * ((size + 3) / 4)] __attribute__((aligned(64)));                            \
-    addresses(w, o, lanes, size);                                                            \
+    space##_lanes(w, o, lanes, size);                                                        \
     if (unlikely(!checked(w, o, lanes, size, LOAD))) return NULL;                            \
-    gather(rows, lanes->at, size);                                                           \
+    gather(rows, 0, NULL, lanes->at, size);                                                  \
     w->bytes[VMEM_LOADED] += size * count_on(lanes);                                         \
     i64 first = (i64)w->s[M0] + o->y;                                                        \
     const int stride = size < 4 ? 4 : size;                                                  \
@@ -136,8 +162,19 @@ SIZES(1) SIZES(2) SIZES(4) SIZES(8) SIZES(12) SIZES(16)
       w->bytes[LDS_WRITTEN] += (u64)stride;                                                  \
     }                                                                                        \
     NEXT;                                                                                    \
+  }                                                                                          \
+  OP(space##_to_lds_##size) {                                                                \
+    const i64 first = (i64)w->s[M0] + o->y;                                                  \
+    u64 base, limit;                                                                         \
+    if (size < 4 || first < 0 || first & 3 || first + 64 * size > (i64)w->lds_bytes ||       \
+        !space##_base(w, o, &base, &limit) || !all_inside(w, base, ROW(a), size, limit, NULL)) \
+      return space##_to_lds_some_##size(w, o);                                               \
+    const u32 *A = ROW(a);                                                                   \
+    for (int l = 0; l < 64; l++) memcpy(w->lds + first + size * l, (const void *)(uintptr_t)(base + A[l]), size); \
+    w->bytes[VMEM_LOADED] += 64 * size, w->bytes[LDS_WRITTEN] += 64 * size;                  \
+    NEXT;                                                                                    \
   }
-#define TO_LDS_SIZES(n) TO_LDS(buffer, buffer_lanes, n) TO_LDS(global, global_lanes, n)
+#define TO_LDS_SIZES(n) TO_LDS(buffer, n) TO_LDS(global, n)
 TO_LDS_SIZES(1) TO_LDS_SIZES(2) TO_LDS_SIZES(4) TO_LDS_SIZES(8) TO_LDS_SIZES(12) TO_LDS_SIZES(16)
 
 // Atomics. d: data (and comparand); x: row of the result, or -1; z: kind

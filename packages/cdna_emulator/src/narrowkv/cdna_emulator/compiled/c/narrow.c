@@ -46,19 +46,16 @@ SHIFT_PACK(v_ashr_pk_i8_i32, -128, 127)
 SHIFT_PACK(v_ashr_pk_u8_i32, 0, 255)
 
 // ---- decode two codes: p: format; x, y: their positions in the word a; z: there is a scale.
-#define CODE_MASK ((u32)(2 * f.sign_bit - 1))
 #define DECODE(name, ...)                                                                                 \
   OP(name) {                                                                                              \
-    const Format f = *(const Format *)o->p;                                                               \
-    const u32 *A = ROW(a), *S = ROW(b), *M = w->mask, keep = CODE_MASK;                                   \
-    const int x = o->x, y = o->y;                                                                         \
+    const u32 *A = ROW(a), *S = ROW(b), *M = w->mask;                                                     \
     u32 *D = ROW(d);                                                                                      \
-    float low[64], high[64];                                                                              \
-    EACH { low[l] = decode_small(A[l] >> x & keep, &f); high[l] = decode_small(A[l] >> y & keep, &f); }   \
+    float low[64] __attribute__((aligned(64))), high[64] __attribute__((aligned(64)));                    \
+    decode_row(A, o->x, o->p, low), decode_row(A, o->y, o->p, high);                                      \
     if (o->z) {                                                                                           \
       EACH {                                                                                              \
-        double scale = scale_of(S[l] >> 23 & 255);                                                        \
-        low[l] = (float)(low[l] * scale), high[l] = (float)(high[l] * scale);                             \
+        float scale = scale_of(S[l] >> 23 & 255), x = low[l], y = high[l];                                \
+        low[l] = x != x ? x : x * scale, high[l] = y != y ? y : y * scale;                                \
       }                                                                                                   \
     }                                                                                                     \
     __VA_ARGS__;                                                                                          \
@@ -74,14 +71,12 @@ DECODE(decode_pair_bf16, EACH { u32 r = BOTH(float_to_bfloat(low[l]), float_to_b
 DECODE(decode_one_f32, EACH { u32 r = as_bits(low[l]); D[l] = M[l] ? r : D[l]; })
 // fp16 of one code, rounded once, in the low half of a temporary.
 OP(decode_one_f16) {
-  const Format f = *(const Format *)o->p;
-  const u32 *A = ROW(a), *S = ROW(b), keep = CODE_MASK;
-  const int x = o->x, scaled = o->z;
+  const u32 *A = ROW(a), *S = ROW(b);
+  const int scaled = o->z;
   u32 *D = ROW(d);
-  EACH {
-    double value = decode_small(A[l] >> x & keep, &f);
-    D[l] = double_to_half(scaled ? value * scale_of(S[l] >> 23 & 255) : value);
-  }
+  float value[64] __attribute__((aligned(64)));
+  decode_row(A, o->x, o->p, value);
+  EACH D[l] = double_to_half(scaled ? (double)value[l] * scale_of(S[l] >> 23 & 255) : value[l]);
   NEXT;
 }
 

@@ -95,7 +95,10 @@ static inline u64 exec(const Wave *w) { return pair(w, EXEC); }
 // Two rows as 64-bit lanes.
 #define WIDE(rows, l) ((u64)(rows)[64 + (l)] << 32 | (rows)[l])
 
-static inline void unpack_mask(u32 *mask, u64 bits) { EACH mask[l] = 0u - (u32)(bits >> l & 1); }
+static inline void unpack_mask(u32 *mask, u64 bits) {
+  const u32 low = (u32)bits, high = (u32)(bits >> 32);
+  for (int l = 0; l < 32; l++) mask[l] = 0u - (low >> l & 1), mask[32 + l] = 0u - (high >> l & 1);
+}
 u64 pack_mask(const u32 *mask);
 static inline void set_exec(Wave *w, u64 bits) {
   put_pair(w, EXEC, bits);
