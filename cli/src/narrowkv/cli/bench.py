@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from narrowkv.cli.bench_columns import COLUMNS, Record
+from narrowkv.cli.bench_table import bench_table
 from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
@@ -17,6 +17,7 @@ from narrowkv.cli.workers import run_all
 from narrowkv.testing.backends import PEERS
 from narrowkv.testing.bench.baseline import changes, load_baseline, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
+from narrowkv.testing.bench.columns import Record
 from narrowkv.testing.bench.host import measure_host
 from narrowkv.testing.bench.measure import Bench, Row
 from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
@@ -75,7 +76,7 @@ def bench(
     records = [row.as_dict() for row in rows]
     if ceilings is not None:
         report.say(f"{place}; measured ceilings: {ceilings}")
-    report.show(columns.sheet(records))
+    report.show(bench_table(bench.columns, records))
     code, compared = _compare(report, baseline, records, threshold)
     body = {
         "bench": bench.name,
@@ -92,7 +93,7 @@ def bench(
 
         assert ceilings is not None  # there are rows
         title = f"{bench.name} on {place}, measured"
-        plot_roofline(records, ceilings, path, title=title, series=columns.series)
+        plot_roofline(records, ceilings, path, title=title, series=bench.columns.series)
 
     if any(row.status == "fail" for row in rows):
         code = ExitCode.NUMERICAL

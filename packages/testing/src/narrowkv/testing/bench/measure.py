@@ -11,6 +11,7 @@ import torch
 
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing.bench.ceilings import Ceilings
+from narrowkv.testing.bench.columns import Columns
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer, Timing
 
@@ -164,12 +165,14 @@ class Bench(Generic[Shape]):
 
     Attributes:
         name: of the bench.
+        columns: of its table.
         seconds: see `GraphTimer`.
         ratio: name of the figure that compares a row with the fastest of the calls for which
             `is_baseline` holds; empty for none.
     """
 
     name: ClassVar[str]
+    columns: ClassVar[Columns] = Columns()
     seconds: ClassVar[float] = 0.5
     ratio: ClassVar[str] = ""
 
