@@ -1,8 +1,8 @@
 """Runs every tile that a configuration chooses for decode, prefill and appends, and prints each one's error.
 
-A table of (operation, kernel, rows x keys of a tile, warps, stages, format, head_dim) and the largest relative L1
-error against the fp32 reference. Heads, numbers of tokens and lengths of the calls are those of `SIZES` and `HEADS`:
-of calls that have the same tiles, the first runs.
+A table of (operation, kernel, rows x keys of a tile, warps, stages, format, head_dim) and the largest
+relative L1 error against the fp32 reference. Heads, numbers of tokens and lengths of the calls are those of
+`SIZES` and `HEADS`: of calls that have the same tiles, the first runs.
 
     python tools/tile_sweep.py --processes 14 --out tiles.md
     python tools/tile_sweep.py --device cpu --small --formats bf16 --head-dims 64

@@ -62,7 +62,7 @@ def bench(
             f"bench measures device time and needs a GPU; torch {torch.__version__} sees none. Without one, "
             f"`narrowkv bench {bench.name} --on gfx942,gfx950` gives modelled times"
         )
-    gpu, columns = find_place("gpu"), COLUMNS[bench.name]
+    gpu = find_place("gpu")
     place, timer = gpu.description, None
     if gpu.has_times:
         timer = GraphTimer(samples=samples, seconds=bench.seconds)

@@ -78,7 +78,7 @@ def attend_to_chunk(
         s = tl.where(keep, s, float("-inf"))
         p, m, l, correction = softmax_step(s, m, l, None, HEADROOM)
         p, clean = confine_nonfinite(p, (v,), keep, 1)
-        if HEADROOM > headroom(KIND):
+        if headroom(KIND) < HEADROOM:
             # Of such numerators float16 holds nothing: they are multiplied at 2**HEADROOM times their size.
             values = tl.dot((p * 2.0**HEADROOM).to(KIND), clean[0])
             acc = acc * correction[:, None] + values * 2.0**-HEADROOM
