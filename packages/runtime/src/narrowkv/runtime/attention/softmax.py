@@ -37,7 +37,8 @@ def softmax_step(s, m, l, scale=None, HEADROOM: tl.constexpr = 0):
     """Takes one tile of logits `[M, N]` into the running maximum and the running sum `[M]`.
 
     The state of a row is (m, l), a reference and the sum of 2**(logit - m). The reference is the largest
-    logit so far plus HEADROOM, so that numerators are at most 2**-HEADROOM; merges and results take any reference.
+    logit so far plus HEADROOM, so that numerators are at most 2**-HEADROOM. Merges and results take any
+    reference.
 
     Args:
         s: the logits.
