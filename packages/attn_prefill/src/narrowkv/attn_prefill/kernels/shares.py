@@ -30,6 +30,7 @@ _MOST_SPLITS = tl.constexpr(32)
 # Key tiles of a split at least: with fewer a program spends most of its time on its start.
 _LEAST_TILES = tl.constexpr(4)
 
+
 class Share(NamedTuple):
     """What a program attends to.
 
