@@ -170,7 +170,7 @@ def test_sage_of_a_mean_that_is_finite(device):
     _agrees(sage_attention(q, k, v), wanted, bound=0.04)
 
 
-# --------------------------------------------------------------------------------- values that are not finite
+# ------------------------------------------------------------------------------- values that are not finite
 
 
 def _store(cache: PagedKVCache, place: tuple[Any, ...], value: float) -> None:

@@ -1,8 +1,8 @@
 """Runs every tile that a configuration chooses for decode, prefill and appends, and prints each one's error.
 
-A table of (operation, kernel, rows x keys of a tile, warps, stages, format, head_dim) and the largest
-relative L1 error against the fp32 reference. Heads, numbers of tokens and lengths of the calls are those of
-`SIZES` and `HEADS`: of calls that have the same tiles, the first runs.
+A row is an operation, its kernels with rows x keys of a tile, warps and stages, a format, a head_dim, and the
+relative L1 error against the fp32 reference. Calls are those of `SIZES` and `HEADS`; of calls that have the
+same tiles, the first runs.
 
     python tools/tile_sweep.py --processes 14 --out tiles.md
     python tools/tile_sweep.py --device cpu --small --formats bf16 --head-dims 64
@@ -79,7 +79,8 @@ class Row:
     case: str
 
 
-def _cases(operation: str, of: str, head_dim: int, small: bool) -> Iterator[Any]:
+def calls(operation: str, of: str, head_dim: int, small: bool) -> Iterator[Any]:
+    """The cases of a group."""
     sizes = (SMALL if small else SIZES)["prefill" if operation == "append" else operation]
     for size, (kv, ratio), kernel in product(sizes, HEADS[2:3] if small else HEADS, KERNELS[operation]):
         values = {**FORMATS[of], **size, "num_kv_heads": kv, "gqa_ratio": ratio, "head_dim": head_dim}
@@ -89,7 +90,7 @@ def _cases(operation: str, of: str, head_dim: int, small: bool) -> Iterator[Any]
             yield PrefillCase(**values, operation=operation, kernel=kernel)
 
 
-def _tiles(config: Any) -> str:
+def tiles_of(config: Any) -> str:
     """Kernels and tiles of a configuration, of all launches that it can choose among."""
     parts = [
         config,
@@ -104,12 +105,12 @@ def _tiles(config: Any) -> str:
     )
 
 
-def _rows(group: tuple[str, str, int, str, bool]) -> list[Row]:
+def measured_rows(group: tuple[str, str, int, str, bool]) -> list[Row]:
     """The rows of an operation, format and head_dim."""
     operation, of, head_dim, device, small = group
     found: dict[str, Row] = {}
     try:
-        cases = list(_cases(operation, of, head_dim, small))
+        cases = list(calls(operation, of, head_dim, small))
     except ValueError:
         return []  # no such call, as an append of FP8 queries
     for case in cases:
@@ -118,7 +119,7 @@ def _rows(group: tuple[str, str, int, str, bool]) -> list[Row]:
             plan = inputs.plan()
         except (UnsupportedError, ValueError):
             continue  # refused, with the reason
-        tiles = _tiles(plan.config)
+        tiles = tiles_of(plan.config)
         if tiles in found:
             continue
         try:
@@ -163,7 +164,7 @@ def main() -> int:
     rows: list[Row] = []
     end, done = time.monotonic() + given.seconds, 0
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        results = pool.imap_unordered(_rows, groups)
+        results = pool.imap_unordered(measured_rows, groups)
         for _ in groups:
             try:
                 rows += results.next(timeout=max(end - time.monotonic(), 0.1))

@@ -56,7 +56,7 @@ def attend_to_chunk(
     d = tl.arange(0, BLOCKS.d)
     KIND: tl.constexpr = chunk.k.dtype.element_ty
     # That of the old keys, whose sums these are added to, where it is larger.
-    HEADROOM: tl.constexpr = headroom(tl.bfloat16 if tl.bfloat16 == RULES.compute else KIND)
+    HEADROOM: tl.constexpr = headroom(RULES.compute if RULES.compute.is_bf16() else KIND)
     for tile in range(begin, end):
         n = tile * BLOCKS.t + tl.arange(0, BLOCKS.t)
         inside = n < q_len
