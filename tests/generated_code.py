@@ -9,16 +9,12 @@ import pytest
 
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
-from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.checking import CaseResult, check
 from narrowkv.testing.codegen import compile_call
 from narrowkv.testing.emulation import EmulateExecutor
 
 TARGETS = ("gfx942", "gfx950")
 both_targets = pytest.mark.parametrize("target", TARGETS)
-counts_instructions = pytest.mark.skipif(
-    TRITON < (3, 9), reason="instructions are counted for Triton 3.9, the development version"
-)
 
 
 def assert_no_spills(artifacts: list[CompiledArtifact]) -> None:

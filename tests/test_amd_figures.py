@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from narrowkv.testing.families import families
 from narrowkv.testing.machine import versions
+from narrowkv.testing.operations import families
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -57,7 +57,7 @@ def _sparse(device: str, **case: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperationEntry:
     """An operation and a small call of it.
 
     Attributes:
@@ -77,13 +77,13 @@ class Operation:
 
 
 OPERATIONS = {
-    "prefill": Operation(batch_prefill, _prefill, plan=plan_prefill),
-    "prefill_append": Operation(prefill_append, _prefill_append, plan=plan_append),
-    "sage": Operation(sage_attention, _sage),
-    "sparse_prefill": Operation(sparse_prefill, lambda device: _sparse(device, layout="bf16")),
-    "sparse_prefill_fp8": Operation(sparse_prefill_fp8, _sparse, (("mode", "fused"),)),
-    "sparse_prefill_fp8, prepass": Operation(sparse_prefill_fp8, _sparse, (("mode", "prepass"),)),
-    "sparse_decode": Operation(sparse_decode, _sparse, (("num_splits", 2),)),
+    "prefill": OperationEntry(batch_prefill, _prefill, plan=plan_prefill),
+    "prefill_append": OperationEntry(prefill_append, _prefill_append, plan=plan_append),
+    "sage": OperationEntry(sage_attention, _sage),
+    "sparse_prefill": OperationEntry(sparse_prefill, lambda device: _sparse(device, layout="bf16")),
+    "sparse_prefill_fp8": OperationEntry(sparse_prefill_fp8, _sparse, (("mode", "fused"),)),
+    "sparse_prefill_fp8, prepass": OperationEntry(sparse_prefill_fp8, _sparse, (("mode", "prepass"),)),
+    "sparse_decode": OperationEntry(sparse_decode, _sparse, (("num_splits", 2),)),
 }
 SPARSE_FP8 = [name for name, found in OPERATIONS.items() if found.arguments is _sparse]
 
@@ -112,7 +112,7 @@ def _contents(arguments: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _assert_refused(
-    operation: Operation, arguments: dict[str, Any], message: str, error: type[Exception] = ValueError
+    operation: OperationEntry, arguments: dict[str, Any], message: str, error: type[Exception] = ValueError
 ) -> None:
     before = _contents(arguments)
     with pytest.raises(error, match=message):
@@ -246,6 +246,8 @@ def test_a_plan_whose_bound_is_too_low_is_refused(operation: str, name: str, bou
     message = f"{name} must be at least {bound + 1} for these lengths, got {bound}"
     plan = made.plan(*planned, **{name: bound})
     _assert_refused(made, {**arguments, "plan": plan, "validate": True}, message)
+    if device == "cpu":  # where the lengths are there to be read
+        _assert_refused(made, {**arguments, "plan": plan}, message)
     with pytest.raises(ValueError, match=message):
         made.plan(*planned, **{name: bound}, validate=True)
 

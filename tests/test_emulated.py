@@ -32,8 +32,8 @@ from narrowkv.testing import emulation
 from narrowkv.testing.cases import parse_case
 from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs, at_random, one_at_a_time
 from narrowkv.testing.checking import check, run_case
-from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.emulation import EmulateExecutor, emulating
+from narrowkv.testing.operations import contract_sets
 from narrowkv.testing.probing import PASS, Task, run_task
 
 # Each compiles to a kernel of its own. Unsplit where splits are not the point: one compiles, not two.
@@ -114,10 +114,10 @@ def test_every_value_of_every_axis_and_mixtures(case: DecodeCase, target: str) -
 
 @pytest.mark.slow
 @both_targets
-@pytest.mark.parametrize("name", CONTRACT_SETS)
+@pytest.mark.parametrize("name", contract_sets())
 def test_every_contract_of_every_set(name: str, target: str) -> None:
     """At the set's own shape, so with the configuration that is shipped for it, on a sample of workgroups."""
-    contract_set = CONTRACT_SETS[name]
+    contract_set = contract_sets()[name]
     for contract in contract_set.contracts:
         task = Task(contract, contract_set.shape, target=target, emulate=True)
         outcome = run_task(task)

@@ -10,7 +10,8 @@ from generated_code import both_targets
 
 from narrowkv.cdna_emulator import Program, Result, run
 from narrowkv.testing import emulation
-from narrowkv.testing.contracts import CONTRACT_SETS, Contract
+from narrowkv.testing.contracts import Contract
+from narrowkv.testing.operations import contract_sets
 from narrowkv.testing.probing import PASS, Task, run_task
 
 
@@ -36,7 +37,7 @@ def _on_both(program: Program, *, memory: Any, workgroups: Any = None, **options
 
 CONTRACTS = [
     pytest.param(name, contract, id=f"{name} {number}")
-    for name, contracts in CONTRACT_SETS.items()
+    for name, contracts in contract_sets().items()
     for number, contract in enumerate(contracts.contracts)
 ]
 
@@ -49,6 +50,6 @@ def test_both_engines_leave_the_same_bytes(
 ) -> None:
     """At the set's own shape, on a sample of workgroups."""
     monkeypatch.setattr(emulation, "run_program", _on_both)
-    outcome = run_task(Task(contract, CONTRACT_SETS[name].shape, target=target, emulate=True))
+    outcome = run_task(Task(contract, contract_sets()[name].shape, target=target, emulate=True))
     (answer,) = outcome.answers
     assert answer.status == PASS, answer.detail

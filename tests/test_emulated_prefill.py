@@ -13,7 +13,6 @@ from narrowkv.paged_cache import CacheFormat
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.launch import compile_for, executing
-from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.cases.cache import copy_cache
 from narrowkv.testing.cases.decode import K8V4
 from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
@@ -147,11 +146,9 @@ def test_a_mixed_batch(changes: dict[str, Any], operation: str, target: str) -> 
     assert few(case.inputs(), target) == ["split"]
 
 
-take_turns = pytest.mark.skipif(TRITON < (3, 8), reason="waves take turns from Triton 3.8 on")
 TURNS: dict[str, Any] = {"gqa_ratio": 8, "head_dim": 128}
 
 
-@take_turns
 @pytest.mark.usefixtures("one_unit")
 @pytest.mark.parametrize(
     "changes",
@@ -169,7 +166,6 @@ def test_waves_that_take_turns(changes: dict[str, Any]) -> None:
     assert kernels[-1].name == "_cdna_prefill_kernel"
 
 
-@take_turns
 @pytest.mark.usefixtures("one_program")
 def test_waves_take_turns_beside_a_decode_of_the_same_append() -> None:
     case = small(TURNS, q_lens=(100, 1), lens=(400, 40), operation="append")
@@ -179,7 +175,6 @@ def test_waves_take_turns_beside_a_decode_of_the_same_append() -> None:
     assert kernels[-1].name == "_cdna_prefill_kernel"
 
 
-@take_turns
 @pytest.mark.usefixtures("one_unit")
 @pytest.mark.parametrize("window", [-1, 150])
 @pytest.mark.parametrize("way", [DENSE, APPEND_IN_TURNS], ids=["prefill", "append"])

@@ -306,7 +306,7 @@ def _prefill(case: PrefillCase, planned: bool = True, **plan: Any) -> Scene:
         out, lse = guarded.nan("out", *q.shape, dtype=q.dtype), guarded.nan("lse", *q.shape[:2])
 
         def run() -> Results:
-            inputs.run(made, out=out, lse=lse, return_lse=True)
+            inputs.run(made, out=out, lse=lse, return_lse=True, validate=False)
             return {"o": out, "lse": lse}
 
         def pages(seq: int) -> torch.Tensor:

@@ -62,14 +62,14 @@ LONG_FUNCTIONS = {
     "packages/attn_decode/src/narrowkv/attn_decode/config.py": {"choose_config": 127},
     "packages/attn_decode/src/narrowkv/attn_decode/kernels/decode.py": {"_paged_decode_kernel": 191},
     "packages/attn_decode/src/narrowkv/attn_decode/plan.py": {"run": 95},
-    "packages/attn_prefill/src/narrowkv/attn_prefill/calls.py": {"run": 122},
+    "packages/attn_prefill/src/narrowkv/attn_prefill/calls.py": {"run": 124},
     "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/append.py": {"_prefill_append_kernel": 162},
     "packages/runtime/src/narrowkv/runtime/launch/interpreter_types.py": {"share_types": 103},
 }
 # Public names that stand for several classes, with the number of these: the list may only shrink.
 SHARED_CLASS_NAMES = {
     "Blocks": 2, "BoundCache": 2, "Call": 4, "CdnaCall": 2, "Change": 2, "Column": 2, "Inputs": 2,
-    "Kind": 2, "Launch": 3, "Loop": 2, "Machine": 2, "Memory": 2, "NarrowAttentionBackend": 2, "Op": 2,
+    "Launch": 3, "Loop": 2, "Machine": 2, "Memory": 2, "NarrowAttentionBackend": 2, "Op": 2,
     "Order": 2, "Outputs": 3, "Place": 2, "Queries": 2, "Recipe": 2, "Row": 2, "Rows": 3, "Rules": 2,
     "Run": 2, "Shape": 2, "Share": 2, "Side": 2, "Sizes": 4, "State": 2, "Statistics": 2, "Step": 4,
     "Stored": 2, "Task": 2, "Usage": 2, "Work": 2, "Workspace": 2,

@@ -286,6 +286,65 @@ def test_a_package_installs_alone_and_works(wheels, tmp_path, name):
     clean.refuses(*(project for project in PROJECTS if distribution_of(project) not in expected))
 
 
+VECTOR_ADD = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=mask) + tl.load(y_ptr + at, mask=mask), mask=mask)
+
+
+x, y = torch.randn(2, 1000, device="cuda")
+out = torch.empty_like(x)
+add[(4,)](x, y, out, 1000, BLOCK=256)
+assert torch.equal(out, x + y)
+print(torch.cuda.get_device_name(), triton.runtime.driver.active.get_current_target().arch)
+"""
+
+
+@pytest.mark.slow
+def test_the_virtual_gpu_runs_a_kernel_and_leaves_nothing_but_its_cache(wheels, tmp_path):
+    """In an environment that has torch and triton and, of narrowkv, these two wheels."""
+    clean = CleanEnvironment(tmp_path / "venv", wheels)
+    home, program = tmp_path / "home", tmp_path / "vector_add.py"
+    home.mkdir()
+    program.write_text(VECTOR_ADD)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))
+    }
+    environment |= {
+        "HOME": str(home),
+        "TRITON_VIRTUAL_GPU": "gfx942",
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
+
+    def python(*arguments: str | Path) -> str:
+        command = [clean.python, *arguments]
+        return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    def files(folder: Path) -> set[Path]:
+        return {path for path in folder.rglob("*") if path.is_file()}
+
+    before = files(clean.site) - {clean.triton}
+    own = [distribution_of(name) for name in ("virtual_gpu", "cdna_emulator")]
+    clean.install(own[0], links=wheels[own[0]].path.parent)
+    clean.show_outer_packages()
+    assert "(virtual) gfx942" in python(program)
+    caches = {home / ".cache" / name for name in ("narrowkv", "narrowkv-virtual-gpu")}
+    assert all(files(cache) for cache in caches)
+    assert {path for path in files(home) if not any(map(path.is_relative_to, caches))} == set()
+    python("-m", "narrowkv.virtual_gpu", "clean")
+    assert files(home) == set()
+    (clean.site / "outer.pth").unlink()
+    run(sys.executable, "-m", "pip", "--python", clean.python, "uninstall", "--yes", *own)
+    assert files(clean.site) == before
+
+
 def test_the_extra_cpu_installs_triton(wheels, tmp_path):
     """Also shows that the bait is good: an installer that wants a triton from the wheel folder gets one."""
     extras = {name: wheel.metadata.get_all("Provides-Extra", []) for name, wheel in wheels.items()}

@@ -58,7 +58,9 @@ def _agrees(results: Any, expected: Any, bound: float = 0.003) -> None:
 @pytest.mark.parametrize("in_launch", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"q_dtype": FP16}, {"q_len": 4}, {"sinks": True}], ids=str)
 def test_decode_of_a_mean_that_is_finite(changes, in_launch, plan, device):
-    inputs = DecodeCase.small(format="bf16", lens=(600, 3), num_kv_heads=1, out_dtype=FP32, **changes).inputs(device)
+    inputs = DecodeCase.small(format="bf16", lens=(600, 3), num_kv_heads=1, out_dtype=FP32, **changes).inputs(
+        device
+    )
     _enlarge(inputs.cache)
     made = inputs.plan(**plan)
     made = replace(made, config=replace(made.config, merge_in_launch=in_launch))
@@ -87,7 +89,9 @@ def test_descales_near_the_largest_float32(fmt, granularity, device):
 def test_prefill_of_a_mean_that_is_finite(changes, kernel, device):
     if kernel == "split" and "num_splits" in changes:
         pytest.skip("the kernel itself decides on splits")
-    inputs = PrefillCase.small((20, 1), (300, 3), format="bf16", num_kv_heads=1, kernel=kernel, **changes).inputs(device)
+    inputs = PrefillCase.small(
+        (20, 1), (300, 3), format="bf16", num_kv_heads=1, kernel=kernel, **changes
+    ).inputs(device)
     _enlarge(inputs.cache)
     _agrees(inputs.run(inputs.plan(), return_lse=True, out_dtype=FP32), inputs.reference())
 
@@ -119,7 +123,9 @@ def test_float16_tokens_are_added_to_sums_over_a_bf16_cache(large, device):
         _enlarge(inputs.wanted)
         _agrees(inputs.run(inputs.plan(), return_lse=True, out_dtype=FP32), inputs.reference())
     else:
-        assert_agrees(inputs.run(inputs.plan(), return_lse=True, out_dtype=FP32), inputs.reference(), bound=5e-4)
+        assert_agrees(
+            inputs.run(inputs.plan(), return_lse=True, out_dtype=FP32), inputs.reference(), bound=5e-4
+        )
 
 
 @pytest.mark.parametrize("sinks", [True, False])
@@ -129,7 +135,9 @@ def test_a_merge_of_states_whose_mean_is_finite(states, sinks, device):
     o = _large(torch.rand(states, 3, 2, 64, generator=random)).to(device)
     lse = torch.rand(states, 3, 2, generator=random).to(device)
     options = {"sinks": torch.tensor([1.0, -1.0], device=device)} if sinks else {}
-    _agrees(merge_states(o, lse, **options), merge_states_reference(o, lse, **options, out_dtype=FP32), bound=1e-5)
+    _agrees(
+        merge_states(o, lse, **options), merge_states_reference(o, lse, **options, out_dtype=FP32), bound=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +170,7 @@ def test_sage_of_a_mean_that_is_finite(device):
     _agrees(sage_attention(q, k, v), wanted, bound=0.04)
 
 
-# ---------------------------------------------------------------------------------- values that are not finite
+# ------------------------------------------------------------------------------- values that are not finite
 
 
 def _store(cache: PagedKVCache, place: tuple[Any, ...], value: float) -> None:
@@ -203,7 +211,9 @@ def test_an_infinite_value_makes_rows_that_attend_to_it_infinite_or_nan(key, val
 @pytest.mark.parametrize(("values", "wanted"), [((1,), math.inf), ((-1,), -math.inf), ((1, -1), math.nan)])
 def test_decode_of_one_token_keeps_infinite_values_in_their_channel(values, wanted, fmt, device):
     """In tiles of 16-bit keys before the last tile, where no key is masked."""
-    inputs = DecodeCase.small(lens=(300,), gqa_ratio=2, format=fmt, out_dtype=FP32, split="none").inputs(device)
+    inputs = DecodeCase.small(lens=(300,), gqa_ratio=2, format=fmt, out_dtype=FP32, split="none").inputs(
+        device
+    )
     expected, _ = inputs.reference()
     for key, sign in enumerate(values, 4):
         _store(inputs.cache, (int(inputs.table.page_ids[0, 0]), key, 1, 3), sign * math.inf)

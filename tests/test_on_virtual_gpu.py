@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from narrowkv.testing.machine_report import QUICK, commands
+
 ROOT = Path(__file__).resolve().parent.parent
 # Plans, other arguments, graphs: what a GPU's launch path does and an emulated launch does not.
 SELECTION = ("packages/attn_decode/tests/test_decode.py", "packages/paged_cache/tests/test_append.py")
@@ -38,6 +40,21 @@ def test_gpu_tests_pass_on_a_virtual_gpu(chip: str) -> None:
     assert passed, done.stdout
     assert int(passed[1]) >= 8
     assert f"({chip})" in done.stdout
+
+
+def test_the_report_runs_whole_on_a_virtual_gpu(tmp_path: Path) -> None:
+    """As on the first owner's machine, without times, at the smallest sizes; its first step is a probe."""
+    options = ["report", "--quick", "--minutes", "9", "--folder", str(tmp_path)]
+    done = on_virtual_gpu("gfx942", "-m", "narrowkv.cli", *options)
+    found = json.loads((tmp_path / "narrowkv-report.json").read_text())
+    assert "MI300X (virtual)" in found["device"]
+    assert [step["command"] for step in found["steps"]] == commands("gfx942", quick=True)
+    failed = [(step["command"], step["said"]) for step in found["steps"] if step["exit_code"] != 0]
+    assert not failed
+    assert done.returncode == 0, done.stderr
+    assert {row["bench"] for row in found["rows"]} == set(QUICK)
+    assert {row["status"] for row in found["rows"]} == {"pass"}
+    assert all(row["measured_us"] is None for row in found["rows"]), "a virtual GPU has no times"
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from narrowkv.testing.cases.prefill import PrefillCase, poison_plan
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperationEntry:
     """An operation over a paged cache.
 
     Attributes:
@@ -35,9 +35,9 @@ class Operation:
 
 
 OPERATIONS = {
-    "decode": Operation(partial(DecodeCase.small, gqa_ratio=3), "plan_decode", {"tokens_per_split": 32}),
-    "dense": Operation(partial(PrefillCase.small, kernel="dense"), "plan_prefill", {"num_splits": 4}),
-    "fused": Operation(partial(PrefillCase.small, kernel="fused"), "plan_prefill", {"num_splits": 4}),
+    "decode": OperationEntry(partial(DecodeCase.small, gqa_ratio=3), "plan_decode", {"tokens_per_split": 32}),
+    "dense": OperationEntry(partial(PrefillCase.small, kernel="dense"), "plan_prefill", {"num_splits": 4}),
+    "fused": OperationEntry(partial(PrefillCase.small, kernel="fused"), "plan_prefill", {"num_splits": 4}),
 }
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 

@@ -20,8 +20,9 @@ from narrowkv.cli.app import app
 from narrowkv.cli.modelled import parse_call
 from narrowkv.testing.cases import CaseError, parse_case
 from narrowkv.testing.cases.sage import one_shape
-from narrowkv.testing.kinds import KINDS
 from narrowkv.testing.machine_report import commands as report_commands
+from narrowkv.testing.operations import OPERATIONS, contract_sets
+from narrowkv.testing.words import AMD_TARGETS, PLACES, QUERY_DTYPES, SPARSE_WAYS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("packages/*/src", "cli/src", "tools", "benchmarks", "examples", "docs")
@@ -66,21 +67,21 @@ def context_of(line: str) -> Any:
 def check_values(context: Any) -> None:
     """Checks the names in a command's options as the command does, which parsing them does not."""
     given, command = context.params, context.info_name
-    for name, known in (("on", names.PLACES), ("target", names.AMD_TARGETS), ("mode", names.SPARSE_MODES)):
+    for name, known in (("on", PLACES), ("target", AMD_TARGETS), ("mode", SPARSE_WAYS)):
         if given.get(name):
             names.choices(f"--{name}", given[name], known)
     if given.get("cache_format"):
         names.cache_formats("--format", given["cache_format"])
     if given.get("q") and command in ("decode", "warmup"):
-        names.one_of("--q", given["q"], names.QUERY_DTYPES)
+        names.one_of("--q", given["q"], QUERY_DTYPES)
     if command == "probe" and given["contract_set"] != "cp":
-        names.one_of("CONTRACT-SET", given["contract_set"], names.CONTRACT_SETS)
+        names.one_of("CONTRACT-SET", given["contract_set"], tuple(contract_sets()))
     cases = given.get("case") or ()
     for line in (cases,) if isinstance(cases, str) else cases:
         if command == "model":
             parse_call(line)
         elif "..." not in line:
-            parse_case(KINDS[command].case, line)
+            parse_case(OPERATIONS[command].cases.case, line)
 
 
 def check_command(line: str) -> None:
@@ -115,7 +116,7 @@ def shown_commands() -> Iterator[tuple[str, str]]:
     for file in (ROOT / "Makefile", ROOT / ".ci" / "run"):
         for line in re.findall(r"bin/narrowkv ([^;&|\n]+)", file.read_text()):
             command = line.replace("$(ARGS)", "").strip()
-            for operation in ("decode", "prefill", "sparse", "sage") if "$$operation" in line else ("",):
+            for operation in OPERATIONS if "$$operation" in line else ("",):
                 yield name_of(file), command.replace("$$operation", operation)
     for target in ("gfx942", "gfx950", "sm90", None):
         for quick in (False, True):
@@ -154,7 +155,7 @@ def test_every_string_that_looks_like_a_case_is_one() -> None:
                 if (match := pattern.fullmatch(span)) is None:
                     continue
                 found += 1
-                known = any(_is_case(kind.case, match[1]) for kind in KINDS.values())
+                known = any(_is_case(entry.cases.case, match[1]) for entry in OPERATIONS.values())
                 if not (known or _is_shape_of_sage(match[1])):
                     wrong.append(f"{name_of(path)}: {span}")
     assert found

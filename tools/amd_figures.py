@@ -17,10 +17,11 @@ from typing import Any
 
 from narrowkv.cli.modelled import parse_call
 from narrowkv.testing.codegen import KernelCode, compile_call, main_kernel
-from narrowkv.testing.families import Family, families
 from narrowkv.testing.machine import versions
 from narrowkv.testing.model import main_kernel as main_model
 from narrowkv.testing.model import model_call, waits
+from narrowkv.testing.operation import Family
+from narrowkv.testing.operations import families
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 _DECODE = "decode:lens=1024+1024+1024+1024,kv_heads=8,ratio=12,head_dim=128,page_size=16,clean=1,"

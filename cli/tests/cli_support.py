@@ -9,7 +9,8 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from narrowkv.cli.app import app
-from narrowkv.testing.contracts import DECODE, Contract, Shape
+from narrowkv.testing.contracts import Contract, Shape
+from narrowkv.testing.operations.decode import FUNCTION as DECODE
 
 SHAPE = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)
 SMALL_BENCH = "bench decode --batch 1,2 --context 32 --page-size 16 --num-kv-heads 1 --head-dim 64"

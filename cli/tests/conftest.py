@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ import torch
 import typer.main
 import typer.testing
 
-import narrowkv.cli.app as program
 from narrowkv.cli import bench
-from narrowkv.testing import contracts, format_errors
+from narrowkv.testing import format_errors
 from narrowkv.testing.bench import decode
 from narrowkv.testing.bench.ceilings import Ceilings
 from narrowkv.testing.bench.timing import Timing
 from narrowkv.testing.contracts import ContractSet
 from narrowkv.testing.format_errors import FP4_BEST, RECIPES
+from narrowkv.testing.operations import OPERATIONS
 from narrowkv.testing.places import Place
 
 sys.path.insert(0, str(Path(__file__).parent))  # of cli_support
@@ -54,7 +55,7 @@ class CpuTimer:
 def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
     """A machine whose GPU is the CPU: every step of `bench decode` but the clock is real."""
     timer = CpuTimer()
-    place = Place("gpu", "cpu", "stand-in GPU")
+    place = Place("gpu", "cuda", "stand-in GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "stand-in")
@@ -86,7 +87,9 @@ def add_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[ContractSet], None]:
     """Makes a contract set known to `narrowkv probe`."""
 
     def add(chosen: ContractSet) -> None:
-        monkeypatch.setitem(contracts.CONTRACT_SETS, chosen.name, chosen)
-        monkeypatch.setattr(program, "CONTRACT_SETS", tuple(contracts.CONTRACT_SETS))
+        for name, operation in list(OPERATIONS.items()):
+            kept = tuple(one for one in operation.contracts if one.name != chosen.name)
+            kept += (chosen,) if name == "decode" else ()
+            monkeypatch.setitem(OPERATIONS, name, replace(operation, contracts=kept))
 
     return add

@@ -46,6 +46,18 @@ def test_a_wrong_kernel_ends_with_1_even_when_it_is_fast(
     assert {(row["status"], row["median_us"]) for row in rows} == {("fail", None)}
 
 
+def test_a_virtual_gpu_checks_answers_and_times_nothing(
+    stand_in_gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.2-virtual")
+    monkeypatch.setattr(bench, "measure_ceilings", lambda timer: pytest.fail("it would take hours"))
+    found = document(SMALL)
+    assert found["ceilings"] is None
+    assert {(row["status"], row["median_us"]) for row in found["rows"]} == {("pass", None)}
+    refused = narrowkv(f"{SMALL} --plot", tmp_path / "plot.svg", ends=2)
+    assert "--plot does not apply to a virtual GPU, which has no device times" in refused.stderr
+
+
 def baseline_of(ratio: object) -> str:
     row = {**Row({"backend": "narrowkv"}, vars(SIZES)).as_dict(), "ratio_to_floor": ratio}
     return json.dumps({"command": "bench", "schema_version": 1, "rows": [row]})

@@ -20,8 +20,8 @@ from narrowkv.testing.accuracy.evaluate import frontier
 from narrowkv.testing.accuracy.tiny_lm import TinySizes
 from narrowkv.testing.bench import comparison
 from narrowkv.testing.codegen import compile_call
-from narrowkv.testing.machine_report import CASES
 from narrowkv.testing.model import model_call
+from narrowkv.testing.operations import OPERATIONS
 
 
 def test_a_trial_compares_with_the_engines_own_attention() -> None:
@@ -148,7 +148,7 @@ def test_a_report_runs_whole_where_only_the_gpu_is_a_stand_in(
     assert found["device"] == "stand-in for an MI300X (gfx942)"
     assert [step["command"] for step in found["steps"]] == machine_report.commands("gfx942", quick=True)
     cases = [case["case"] for step in found["steps"][1:4] for case in step["document"]["cases"]]
-    assert cases == [str(case) for some in CASES.values() for case in some]
+    assert cases == [line for entry in OPERATIONS.values() for line in entry.report.cases]
     assert {(row["bench"], row["call"]) for row in found["rows"]} == {
         ("decode", "decode"), ("prefill", "batch_prefill"), ("prefill", "prefill_append"), ("sparse", "bf16"),
         ("sparse", "fused"), ("sage", "int8, per_thread"),

@@ -16,9 +16,12 @@ from typer.testing import CliRunner
 from narrowkv.cli import probe
 from narrowkv.cli.app import app
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.testing import backends, codegen, contracts, emulation, probing, samples
+from narrowkv.testing import backends, codegen, emulation, probing
 from narrowkv.testing.bench.timing import Timing
-from narrowkv.testing.contracts import DECODE, PREFILL, Contract, ContractSet, contract_case
+from narrowkv.testing.contracts import Contract, ContractSet
+from narrowkv.testing.operations import OPERATIONS, contract_case, contract_sets
+from narrowkv.testing.operations.decode import FUNCTION as DECODE
+from narrowkv.testing.operations.prefill import PREFILL
 from narrowkv.testing.places import Place
 
 CPU = "--on cpu --jobs 1"
@@ -171,9 +174,9 @@ def test_ctrl_c_keeps_the_answers_so_far(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_operation_that_is_asked_about_has_its_case() -> None:
-    asked = {c.operation for s in contracts.CONTRACT_SETS.values() for c in s.contracts}
-    assert set(contracts.OPERATIONS) == asked
-    for contract_set in contracts.CONTRACT_SETS.values():
+    asked = {c.operation for s in contract_sets().values() for c in s.contracts}
+    assert {function for entry in OPERATIONS.values() for function in entry.functions} == asked
+    for contract_set in contract_sets().values():
         for contract in contract_set.contracts:
             assert contract_case(contract, contract_set.shape).bound == contract.bound
     contract = Contract(PREFILL, "fp8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3fn", 16, 0.02)
@@ -242,8 +245,8 @@ def test_machine_code_that_is_wrong_fails_the_emulated_row_alone(monkeypatch: py
 @pytest.mark.usefixtures("without_gpu")
 def test_a_sample_that_does_not_fit_together_fails(monkeypatch: pytest.MonkeyPatch, add_set: Any) -> None:
     add_set(ContractSet("one", "split, so that a merge has to follow", replace(SHAPE, context=200), (FP8,)))
-    monkeypatch.setitem(samples.SAMPLES, "_paged_decode_kernel", lambda launch: [(0, 0, 0)])
-    monkeypatch.setitem(samples.SAMPLES, "_merge_splits_kernel", lambda launch: [])
+    wrong = {"_paged_decode_kernel": lambda launch: [(0, 0, 0)], "_merge_splits_kernel": lambda launch: []}
+    monkeypatch.setitem(OPERATIONS, "decode", replace(OPERATIONS["decode"], samples=wrong))
     found = document("probe one --jobs 1 --target gfx942", ends=1)
     row = own(found, "gfx942")
     assert row["status"] == "fail"

@@ -20,7 +20,8 @@ from narrowkv.cli import validate
 from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.testing import format_errors
 from narrowkv.testing.bench.measure import Bench, Row
-from narrowkv.testing.checking import CaseResult, SageResult, Sample
+from narrowkv.testing.cases.sage import SageResult
+from narrowkv.testing.checking import CaseResult, Sample
 from narrowkv.testing.codegen import CallCode, KernelCode
 from narrowkv.testing.probing import PASS, Answer, Compiled, Outcome
 from narrowkv.testing.records import jsonable, revive

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from cli_support import FP8, SHAPE, SMALL_BENCH, document, narrowkv
 
-from narrowkv.testing import contracts
 from narrowkv.testing.cases import sage
 from narrowkv.testing.cases.sage import SageCase
-from narrowkv.testing.contracts import CONTRACT_SETS, ContractSet, Shape
+from narrowkv.testing.contracts import ContractSet, Shape
 from narrowkv.testing.format_errors import GOALS, RECIPES
+from narrowkv.testing.operations import contract_sets
 from narrowkv.testing.plot import style_of
 
 WIDTHS = (80, 100, 120, 160, 200)
@@ -241,7 +241,7 @@ def test_a_run_writes_all_its_files_and_whole_tables(
 
 
 def test_the_list_of_sets_is_whole_at_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_whole_at_every_width(monkeypatch, ["probe", "--list"], len(contracts.CONTRACT_SETS))
+    assert_whole_at_every_width(monkeypatch, ["probe", "--list"], len(contract_sets()))
 
 
 def test_series_of_a_plot_differ_in_colour_and_in_marker() -> None:
@@ -252,7 +252,7 @@ def test_series_of_a_plot_differ_in_colour_and_in_marker() -> None:
 
 def test_probe_asks_sage_in_every_precision(monkeypatch: pytest.MonkeyPatch, add_set: Any) -> None:
     """Its machine code is that of test_codegen_sage; here int8 alone is compiled, for one target."""
-    chosen = CONTRACT_SETS["sage"]
+    chosen = contract_sets()["sage"]
     small = Shape(batch=1, q_len=70, context=70, num_qo_heads=2, num_kv_heads=1, head_dim=64)
     assert [contract.q for contract in chosen.contracts] == ["int8", "int4", "fp8_e4m3fn"]
     add_set(ContractSet("one", chosen.title, small, chosen.contracts[:1]))

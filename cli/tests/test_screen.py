@@ -15,7 +15,8 @@ from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.screen import show_screen
 from narrowkv.testing.checking import Sample
 from narrowkv.testing.codegen import KernelCode
-from narrowkv.testing.contracts import CONTRACT_SETS, DECODE
+from narrowkv.testing.operations import contract_sets
+from narrowkv.testing.operations.decode import FUNCTION as DECODE
 from narrowkv.testing.places import Place
 from narrowkv.testing.probing import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled, ProbeRun
 
@@ -24,14 +25,14 @@ TARGETS = ("gfx942", "gfx950")
 KERNEL = KernelCode("_kernel", 128, 0, 40, 0, 0, 0, 8192, 2, 4, 0, {"v_mfma_f32_16x16x16_f16": 8}, {}, 0.25)
 PEERS = {"torch sdpa": None, "aiter": None, "flashinfer": None}
 ABSENT = {"torch sdpa": None, "aiter": "not installed", "flashinfer": "not installed"}
-MAIN = CONTRACT_SETS["glm-gqa12"].contracts
+MAIN = contract_sets()["glm-gqa12"].contracts
 COUNT = len(MAIN)
 DECODES = [i for i, contract in enumerate(MAIN) if contract.operation == DECODE]
 
 
 def seen(name: str = "glm-gqa12", place: Place = CPU, absent: dict[str, Any] = ABSENT) -> ProbeRun:
     """All that a run finds where everything passes; each error tells its cell."""
-    chosen = CONTRACT_SETS[name]
+    chosen = contract_sets()[name]
     answers, compiled = {}, {}
     for i, contract in enumerate(chosen.contracts):
         for j, where in enumerate((place.name, *TARGETS)):
@@ -72,7 +73,7 @@ def worst(found: ProbeRun, of: Answer) -> str:
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160, 200, 100_000])
-@pytest.mark.parametrize("name", list(CONTRACT_SETS))
+@pytest.mark.parametrize("name", list(contract_sets()))
 @pytest.mark.parametrize("absent", [ABSENT, PEERS], ids=["alone", "all peers"])
 def test_the_screen_fits_and_has_every_cell(width: int, name: str, absent: dict[str, Any]) -> None:
     for place in (CPU, GPU):

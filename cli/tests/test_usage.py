@@ -18,7 +18,7 @@ import typer.main
 from cli_support import document, narrowkv
 from typer.testing import CliRunner
 
-from narrowkv.cli import names, report
+from narrowkv.cli import report
 from narrowkv.cli.app import app
 from narrowkv.context_parallel import exchange
 from narrowkv.engines import tiny, trial
@@ -26,10 +26,10 @@ from narrowkv.paged_cache import CacheFormat
 from narrowkv.paged_cache.descales import SCALE_GROUPS
 from narrowkv.quant.formats import FORMATS
 from narrowkv.quant.sage import SAGE_GRANULARITIES
-from narrowkv.testing import places
+from narrowkv.testing import places, words
 from narrowkv.testing.accuracy import RECIPES
-from narrowkv.testing.contracts import CONTRACT_SETS
-from narrowkv.testing.traffic import MODELS, TRAFFIC
+from narrowkv.testing.bench.sparse import WAYS as SPARSE_WAYS
+from narrowkv.testing.operations import contract_sets
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -142,17 +142,15 @@ def test_the_names_that_are_known_without_torch_are_those_of_the_library() -> No
             return False
         return True
 
-    assert set(names.CACHE_FORMATS) == {name for name in FORMATS if can_be_cached(name)}
-    assert names.SCALE_GROUPS == SCALE_GROUPS
-    assert set(names.SAGE_GRANULARITIES) == set(SAGE_GRANULARITIES)
-    assert set(names.CONTRACT_SETS) == set(CONTRACT_SETS)
-    assert names.TRAFFIC == TRAFFIC
-    assert tuple(MODELS) == names.TRAFFIC_MODELS
-    assert set(names.PLACES) == set(places.PLACES)
-    assert names.COMMS == exchange.COMMS
-    assert names.ENGINE_CACHES == trial.CACHES
-    assert set(names.TINY_MODELS) == set(tiny.TINY_MODELS)
-    assert tuple(recipe.name for recipe in RECIPES) == names.ACCURACY_RECIPES
+    assert set(words.CACHE_FORMATS) == {name for name in FORMATS if can_be_cached(name)}
+    assert words.SCALE_GROUPS == SCALE_GROUPS
+    assert set(words.SAGE_GRANULARITIES) == set(SAGE_GRANULARITIES)
+    assert set(words.SPARSE_WAYS) == set(SPARSE_WAYS)
+    assert set(words.PLACES) == set(places.PLACES)
+    assert words.COMMS == exchange.COMMS
+    assert words.ENGINE_CACHES == trial.CACHES
+    assert set(words.TINY_MODELS) == set(tiny.TINY_MODELS)
+    assert tuple(recipe.name for recipe in RECIPES) == words.ACCURACY_RECIPES
 
 
 # A command and what its message must hold. These are refused before torch is imported.
@@ -372,7 +370,7 @@ except SystemExit as end:
 
 
 def test_list_names_every_set() -> None:
-    assert [entry["name"] for entry in document("probe --list")["sets"]] == list(CONTRACT_SETS)
+    assert [entry["name"] for entry in document("probe --list")["sets"]] == list(contract_sets())
 
 
 def test_json_is_all_of_stdout_and_out_gets_the_same(tmp_path: Path) -> None:

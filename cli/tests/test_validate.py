@@ -11,12 +11,11 @@ from cli_support import document, narrowkv
 
 from narrowkv.testing import emulation, format_errors
 from narrowkv.testing.cases import parse_case, prefill, sage
-from narrowkv.testing.cases.decode import DecodeInputs
+from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
 from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseCall
 from narrowkv.testing.format_errors import Sizes
-from narrowkv.testing.kinds import DECODE, PREFILL
 
 CPU = "--on cpu --jobs 1"
 
@@ -142,7 +141,7 @@ def test_a_goal_of_formats_that_is_missed_fails_at_its_own_sizes_alone(
 def test_a_sweep_asks_each_place_for_its_own_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     few = (
         PrefillCase(q_lens=(3,), lens=(9,)),
-        parse_case(PREFILL.case, "q=fp8_e4m3fnuz,format=fp8_e4m3fnuz"),
+        parse_case(PrefillCase, "q=fp8_e4m3fnuz,format=fp8_e4m3fnuz"),
     )
     monkeypatch.setattr(prefill, "quick", lambda: iter(few))
     cases = document("validate prefill --on cpu,gfx950 --jobs 1")["cases"]
@@ -159,7 +158,7 @@ def test_cases_run_as_machine_code_of_several_targets(watched: str) -> None:
     assert found["detect_races"] is bool(watched)
     assert found["planned"] == found["passed"] == 2
     for case in found["cases"]:
-        repeats = f"narrowkv validate --on {case['place']}{watched} --case {parse_case(DECODE.case, line)}"
+        repeats = f"narrowkv validate --on {case['place']}{watched} --case {parse_case(DecodeCase, line)}"
         assert case["command"] == repeats
 
 

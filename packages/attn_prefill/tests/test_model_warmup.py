@@ -18,6 +18,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.runtime.launch import count_compiles, executing, recording
 from narrowkv.runtime.launch.recording import RecordExecutor
 from narrowkv.runtime.targets import get_target
+from narrowkv.testing.places import find_place
 
 I32 = torch.int32
 HEADS, KV_HEADS, DIM, PAGE = 12, 1, 64, 16
@@ -101,7 +102,9 @@ def test_a_thousand_random_batches_compile_nothing(
     found = warmup_model(cache, **MODEL)
     assert found.compiled
     with count_compiles() as compiles:
-        _random_calls(cache, 1000)
+        _random_calls(
+            cache, 1000 if find_place("gpu").has_times else 20
+        )  # a virtual GPU takes seconds a call
     torch.cuda.synchronize()
     assert compiles.compiled == []
 

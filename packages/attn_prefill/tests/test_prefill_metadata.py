@@ -56,7 +56,7 @@ def _run(case: PrefillCase, device: str, splits: int = 1, **bounds: int) -> tupl
     )
     out = zones.place("out", torch.full_like(inputs.q, math.nan))
     lse = zones.place("lse", inputs.q.new_full(inputs.q.shape[:2], math.nan, dtype=torch.float32))
-    inputs.run(plan, out=out, lse=lse)
+    inputs.run(plan, out=out, lse=lse, validate=False)  # on the CPU bounds would be looked at
     assert zones.damaged() == []
     stored = inputs.cache.k, inputs.cache.v
     return (

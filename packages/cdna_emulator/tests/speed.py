@@ -1,6 +1,6 @@
 """Measure the emulator: wave instructions a second on a paged decode, by target, warps and batch.
 
-Run it as ``python packages/cdna_emulator/tests/speed.py [--context 512] [--repeat 3]``.
+Run it as ``python packages/cdna_emulator/tests/speed.py [--engines] [--context 512] [--repeat 3]``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--engines", action="store_true", help="only compare the engines")
     chosen = parser.parse_args()
     batch = 4
     case = PagedDecode(torch.float8_e4m3fn, batch=batch, heads=8, lengths=(chosen.context,) * batch)
+    if chosen.engines:
+        compare_engines(case, chosen.repeat)
+        return
     print("target  warps  order            at once  wave instructions  seconds  a second")
     for target in TARGETS:
         for warps in (1, 4):

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from emulator_machine import assembly
+from emulator_support import TARGETS
 from engine_cases import assert_same
 
-from narrowkv.cdna_emulator import convert, engine_refusal, load_program, scalar
+from narrowkv.cdna_emulator import UnknownInstructionError, convert, engine_refusal, load_program, scalar
 from narrowkv.cdna_emulator.atomics import ATOMICS, LDS_ATOMICS
 from narrowkv.cdna_emulator.lanes import CROSS_LANE
 from narrowkv.cdna_emulator.lds import _READS, _TRANSPOSES, _WRITES
@@ -90,9 +91,12 @@ def part_cases() -> Any:
         "wave_ror:1 row_mask:0xf bank_mask:0xf",
     )
     for name, op in VALU.items():
-        if len(op.sources) > 2 or any(is_wide(kind) for kind in (op.result, *op.sources)):
+        if len(op.sources) > 2 or is_wide(op.result):
             continue
         texts = each(vector, op.sources)
+        if any(is_wide(kind) for kind in op.sources):
+            yield "gfx942", f"{name}_dpp v16, {texts} {controls[1]}", op.sources, op.result
+            continue
         yield from (("gfx942", f"{name}_sdwa v16, {texts} {s}", op.sources, "u32") for s in selections)
         yield from (("gfx942", f"{name}_dpp v16, {texts} {c}", op.sources, op.result) for c in controls)
 
@@ -560,6 +564,25 @@ def test_every_instruction_of_the_numpy_engine_is_known():
     }
     wanted |= {f"ds_write_{name}" for name in _WRITES} | {f"global_atomic_{name}" for name in ATOMICS}
     assert wanted - seen == set()
+
+
+def test_no_encoding_that_numpy_loads_is_refused():
+    """Every vector instruction, plain and with SDWA, DPP and modifiers that change its translation."""
+    forms = [("", "", ""), ("", "", " clamp"), ("_sdwa", "", " src0_sel:BYTE_1"), ("_dpp", "", " row_shr:1")]
+    forms += [("_dpp", "", " row_shr:1 clamp"), ("_e64", "-", ""), ("_e64", "-", " mul:2")]
+    refused, loaded = [], 0
+    for target, (name, op), (suffix, sign, modifier) in itertools.product(TARGETS, VALU.items(), forms):
+        result = "v[16:17]" if is_wide(op.result) else "v16"
+        line = f"{name}{suffix} {result}, {sign}{each(vector, op.sources)}{modifier}"
+        try:
+            program = load_program(assembly(target, line))
+        except UnknownInstructionError:
+            continue
+        loaded += 1
+        if (why := engine_refusal(program)) is not None:
+            refused.append(f"{target}: {line}: {why}")
+    assert loaded > 1500
+    assert not refused, "\n".join(refused)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Compiled Triton kernels on both targets against torch."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ import emulator_kernels as kernels  # noqa: E402
 from emulator_cases import FP8, NATIVE, PagedDecode  # noqa: E402
 from emulator_support import TARGETS, emulate, nans  # noqa: E402
 
-from narrowkv.cdna_emulator import RaceError  # noqa: E402
+from narrowkv.cdna_emulator import AcquireError, RaceError  # noqa: E402
 
 pytestmark = pytest.mark.sampled
 
@@ -121,6 +123,23 @@ def test_last_arriver_merges_the_splits(target, batch):
             run_options={"batch_workgroups": batch, "check_uninitialised": True})  # fmt: skip
     assert torch.equal(o, x.sum(1))
     assert not count.any()
+
+
+@both_targets
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_merge_without_an_acquire_is_reported(target, batch):
+    def merge(edit=None):
+        part, count, o = nans(3, 4), torch.zeros(3, dtype=torch.int32), nans(3)
+        arguments = {"x_ptr": torch.ones(3, 500), "part_ptr": part, "count_ptr": count, "o_ptr": o, "N": 500}
+        emulate(kernels.split_sum, target, (3, 4), arguments, {"SPLITS": 4, "BLOCK": 64}, num_warps=1,
+                edit=edit, run_options={"batch_workgroups": batch, "detect_hazards": True})  # fmt: skip
+        return o
+
+    assert torch.equal(merge(), torch.full((3,), 500.0))
+    with pytest.raises(AcquireError, match=r"workgroup \(\d, \d, 0\) has stored here") as caught:
+        merge(lambda text: re.sub(r"buffer_inv\s+sc1", "s_nop 0", text))
+    assert "_load_" in caught.value.source
+    assert caught.value.address is not None
 
 
 @both_targets

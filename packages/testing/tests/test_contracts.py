@@ -8,18 +8,24 @@ from dataclasses import replace
 import pytest
 
 from narrowkv.testing import samples
-from narrowkv.testing.contracts import CONTRACT_SETS, DECODE, PREFILL, SPARSE_DECODE, SPARSE_FP8, Contract
+from narrowkv.testing.contracts import Contract
+from narrowkv.testing.operations import contract_sets
+from narrowkv.testing.operations.decode import FUNCTION as DECODE
+from narrowkv.testing.operations.prefill import PREFILL
+from narrowkv.testing.operations.sparse import DECODE as SPARSE_DECODE
+from narrowkv.testing.operations.sparse import PREFILL_FP8 as SPARSE_FP8
 from narrowkv.testing.probing import PASS, Task, run_task
-from narrowkv.testing.samples import Launch, sample
+from narrowkv.testing.samples import sample
+from narrowkv.testing.workgroups import Launch
 
-SPARSE = CONTRACT_SETS["dsv4-sparse"]
+SPARSE = contract_sets()["dsv4-sparse"]
 
 
 def test_the_main_set_asks_for_every_mixed_contract_at_every_page() -> None:
-    shape = CONTRACT_SETS["glm-gqa12"].shape
+    shape = contract_sets()["glm-gqa12"].shape
     assert dataclasses.astuple(shape) == (4, 1, 1024, 96, 8, 128)
     assert shape.gqa_ratio == 12
-    asked = {(c.operation, c.q, c.k, c.v, c.page_size): c for c in CONTRACT_SETS["glm-gqa12"].contracts}
+    asked = {(c.operation, c.q, c.k, c.v, c.page_size): c for c in contract_sets()["glm-gqa12"].contracts}
     for page in (1, 16, 64):
         for q in ("bf16", "fp16"):
             for cache in ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz"):
@@ -29,15 +35,15 @@ def test_the_main_set_asks_for_every_mixed_contract_at_every_page() -> None:
 
 
 def test_batch_prefill_is_asked_for_every_query() -> None:
-    contracts = CONTRACT_SETS["batch-prefill"].contracts
+    contracts = contract_sets()["batch-prefill"].contracts
     assert {c.operation for c in contracts} == {PREFILL}
     assert {c.q for c in contracts} == {"bf16", "fp16", "fp8_e4m3fn"}
     assert {c.page_size for c in contracts} >= {1, 16}
 
 
-@pytest.mark.parametrize("name", list(CONTRACT_SETS))
+@pytest.mark.parametrize("name", list(contract_sets()))
 def test_no_contract_is_asked_twice(name: str) -> None:
-    contracts = CONTRACT_SETS[name].contracts
+    contracts = contract_sets()[name].contracts
     assert contracts
     assert len(set(contracts)) == len(contracts)
 
@@ -82,4 +88,4 @@ def test_samples_of_a_split_sparse_call_fit_together() -> None:
     rows = list(sample(Launch("_merge_sparse_kernel", (96, 1, 1), {})))
     assert rows[0] == (88, 0, 0)
     assert rows[-1] == (95, 0, 0)
-    assert {"_sparse_16bit_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"} <= set(samples.SAMPLES)
+    assert {"_sparse_16bit_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"} <= set(samples.listed())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from narrowkv.testing.families import families
 from narrowkv.testing.model import main_kernel, model_call
+from narrowkv.testing.operations import families
 
 
 def test_every_family_belongs_to_an_operation() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.checking import check_sample
 from narrowkv.testing.emulation import EmulateExecutor
-from narrowkv.testing.families import families
-from narrowkv.testing.samples import Launch, a_few, corners, sample
-from narrowkv.testing.shipped import SHIPPED
+from narrowkv.testing.operations import OPERATIONS, families
+from narrowkv.testing.samples import a_few, sample
+from narrowkv.testing.workgroups import Launch, corners
 
 
 def test_a_kernel_that_is_not_listed_runs_whole() -> None:
@@ -44,7 +45,8 @@ def test_corners_are_first_middle_and_last_of_each_axis(
 
 
 def test_a_few_are_the_first_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(samples.SAMPLES, "listed", lambda launch: [(3, 0, 0), (1, 0, 0), (2, 0, 0)])
+    chosen = {"listed": lambda launch: [(3, 0, 0), (1, 0, 0), (2, 0, 0)]}
+    monkeypatch.setitem(OPERATIONS, "sage", replace(OPERATIONS["sage"], samples=chosen))
     assert a_few(2)(Launch("listed", (4, 1, 1), {})) == [(3, 0, 0), (1, 0, 0)]
     assert len(a_few(8)(Launch("listed", (4, 1, 1), {}))) == 3
 
@@ -155,15 +157,15 @@ def test_every_kernel_has_a_sample() -> None:
         calls += [lambda case=case: case.inputs().call() for case in OTHERS]
         calls.append(next(case for case in prefill.shipped(target) if case.kernel == "dense").inputs().call)
         reached |= launched(target, calls)
-    assert reached >= set(samples.SAMPLES) - {"_merge_states_kernel"}
-    assert kernels_of_the_sources() >= {*samples.SAMPLES, *model._RUN_WHOLE}
+    assert reached >= set(samples.listed()) - {"_merge_states_kernel"}
+    assert kernels_of_the_sources() >= {*samples.listed(), *model._RUN_WHOLE}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", SHIPPED)
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_every_shipped_plan_has_samples(operation: str, target: str) -> None:
-    cases = SHIPPED[operation].cases(target)
+    cases = OPERATIONS[operation].cases.shipped(target)
     assert launched(target, [lambda case=case: case.inputs().call() for case in cases])
 
 

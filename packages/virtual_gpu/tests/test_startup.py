@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import narrowkv.virtual_gpu as virtual_gpu
+from narrowkv.cdna_emulator.compiled import building
 from narrowkv.virtual_gpu import __main__ as command
 from narrowkv.virtual_gpu import build
 
@@ -32,10 +33,10 @@ NAMES = """
 """
 
 
-def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True,
+        [sys.executable, *options, "-c", textwrap.dedent(code)], capture_output=True, text=True,
         env=environment | variables,
     )  # fmt: skip
 
@@ -46,7 +47,9 @@ def started(code: str) -> str:
 
 
 def test_without_the_variable_nothing_is_imported_and_no_name_is_changed() -> None:
-    plain, with_file = python(NAMES), python(started(NAMES))
+    # Without `site` no start-up file runs, that of an installed package neither.
+    path = os.pathsep.join(sys.path)
+    plain, with_file = (python(code, "-S", PYTHONPATH=path) for code in (NAMES, started(NAMES)))
     assert plain.returncode == 0, plain.stderr
     assert plain.stdout.startswith("[] ")
     assert with_file.stdout == plain.stdout
@@ -188,6 +191,9 @@ def test_the_command_empties_the_cache(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = build.hip_runtime()
+    engine = building.cache_folder() / "engine" / "library.so"
+    engine.parent.mkdir(parents=True)
+    engine.write_bytes(b"")
     assert command.main(["clean"]) == 0
     assert "bytes removed" in capsys.readouterr().out
     assert not library.exists()

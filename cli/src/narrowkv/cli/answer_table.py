@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from narrowkv.cli.names import AMD_TARGETS
 from narrowkv.cli.report import Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.testing.codegen import main_kernel
 from narrowkv.testing.probing import FAIL, INEXACT, REFUSED, SKIPPED, Answer
 from narrowkv.testing.records import number
+from narrowkv.testing.words import AMD_TARGETS
 
 _STYLES = {FAIL: "bold red", REFUSED: "yellow", SKIPPED: "dim", INEXACT: "magenta"}
 _CONTRACT = ("operation", "Q", "cache", "page")

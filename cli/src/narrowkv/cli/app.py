@@ -8,21 +8,11 @@ from typing import Annotated
 import typer
 
 from narrowkv.cli.app_accuracy import accuracy
-from narrowkv.cli.app_bench import bench
-from narrowkv.cli.app_inspect import inspect
-from narrowkv.cli.app_validate import validate
+from narrowkv.cli.app_bench import bench_commands
+from narrowkv.cli.app_inspect import inspect_commands
+from narrowkv.cli.app_validate import validate_commands
 from narrowkv.cli.command_line import Commands, command
-from narrowkv.cli.names import (
-    AMD_TARGETS,
-    CACHE_FORMATS,
-    CONTRACT_SETS,
-    ENGINE_CACHES,
-    PLACES,
-    QUERY_DTYPES,
-    TINY_MODELS,
-    choices,
-    one_of,
-)
+from narrowkv.cli.names import choices, one_of
 from narrowkv.cli.options import (
     BOTH,
     Count,
@@ -39,6 +29,15 @@ from narrowkv.cli.options import (
 )
 from narrowkv.cli.options import jobs as number_of
 from narrowkv.cli.report import ExitCode, Report, UsageError, version
+from narrowkv.testing.operations import contract_sets
+from narrowkv.testing.words import (
+    AMD_TARGETS,
+    CACHE_FORMATS,
+    ENGINE_CACHES,
+    PLACES,
+    QUERY_DTYPES,
+    TINY_MODELS,
+)
 
 app = typer.Typer(
     name="narrowkv",
@@ -77,7 +76,7 @@ def probe(
         typer.Argument(
             metavar="[CONTRACT-SET]",
             help="What to ask; see --list.",
-            autocompletion=starting_with(*CONTRACT_SETS),
+            autocompletion=starting_with(*contract_sets()),
         ),
     ] = "glm-gqa12",
     list_sets: Annotated[bool, typer.Option("--list", help="List the contract sets and stop.")] = False,
@@ -103,17 +102,16 @@ def probe(
     report.refuse("to contract sets: it is cp's", "ranks")
     if list_sets:
         report.refuse("with --list", "contract_set", "full", "on", "target", "jobs", "plot", "resume")
-    one_of("CONTRACT-SET", contract_set, CONTRACT_SETS)
+    sets = contract_sets()
+    one_of("CONTRACT-SET", contract_set, tuple(sets))
     targets = amd_targets(target)
     if on:
         choices("--on", on, PLACES)
     from narrowkv.cli import probe as work
-    from narrowkv.testing import contracts
 
     if list_sets:
         return work.list_sets(report)
-    chosen = contracts.CONTRACT_SETS[contract_set]
-    return work.probe(chosen, report, on=on, jobs=number_of(jobs), targets=targets, full=full)
+    return work.probe(sets[contract_set], report, on=on, jobs=number_of(jobs), targets=targets, full=full)
 
 
 @command(engines, "try", title="engines", files=("out", "csv"))
@@ -138,18 +136,25 @@ def engines_try(
     return try_inside(report, name, model, caches, tokens)
 
 
-app.add_typer(
-    validate,
-    name="validate",
-    help="Compare operations with their references, and cache formats with the tensors they store. "
-    "Without a command: decode.",
-)
-app.add_typer(bench, name="bench", help="Measure device time against ceilings of the same run.")
-app.add_typer(
-    inspect,
-    name="inspect",
-    help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
-)
+def add_operations(program: typer.Typer) -> None:
+    """Adds the groups whose commands are made from the registry of operations."""
+    program.add_typer(
+        validate_commands(),
+        name="validate",
+        help="Compare operations with their references, and cache formats with the tensors they store. "
+        "Without a command: decode.",
+    )
+    program.add_typer(
+        bench_commands(), name="bench", help="Measure device time against ceilings of the same run."
+    )
+    program.add_typer(
+        inspect_commands(),
+        name="inspect",
+        help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
+    )
+
+
+add_operations(app)
 app.add_typer(engines, name="engines", help="Run narrowkv inside inference engines.")
 app.add_typer(
     accuracy,

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from narrowkv.cli.command_line import MeasureByDefault, command
-from narrowkv.cli.names import ACCURACY_RECIPES, choices
+from narrowkv.cli.names import choices
 from narrowkv.cli.options import listed
 from narrowkv.cli.report import ExitCode, Report, check_writable
+from narrowkv.testing.words import ACCURACY_RECIPES
 
 accuracy = typer.Typer(cls=MeasureByDefault)
 

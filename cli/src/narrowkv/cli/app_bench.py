@@ -1,43 +1,36 @@
-"""The commands `narrowkv bench`; each imports its work when it is called."""
+"""The commands `narrowkv bench`: one for each operation of the registry that has a bench, and others.
+
+Each imports its work when it is called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
-from pathlib import Path
+from dataclasses import fields
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from narrowkv.cli.command_line import command
-from narrowkv.cli.names import (
-    CACHE_FORMATS,
-    COMMS,
-    PLACES,
-    QUERY_DTYPES,
-    SAGE_GRANULARITIES,
-    SAGE_PRECISIONS,
-    SPARSE_MODES,
-    TRAFFIC,
-    TRAFFIC_MODELS,
-    cache_formats,
-    choices,
-    one_of,
-)
+from narrowkv.cli.names import cache_formats, choices, one_of
 from narrowkv.cli.options import (
-    Count,
     Formats,
     Heads,
     OneFormat,
-    Query,
+    grouped,
     heads_of,
     listed,
     numbers,
+    options_of,
+    read_options,
     starting_with,
 )
 from narrowkv.cli.report import ExitCode, Report, UsageError
+from narrowkv.testing.operation import OperationEntry
+from narrowkv.testing.operations import OPERATIONS
+from narrowkv.testing.traffic import MODELS, TRAFFIC
+from narrowkv.testing.words import CACHE_FORMATS, COMMS, PLACES
 
-bench = typer.Typer(no_args_is_help=True)
 BenchOn = Annotated[
     list[str] | None,
     typer.Option(
@@ -52,6 +45,44 @@ Samples = Annotated[int, typer.Option(min=1, help="The most samples of a row.")]
 CAPTURES = ",".join(map(str, [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]))
 
 
+def bench_commands() -> typer.Typer:
+    """The group of commands."""
+    group = typer.Typer(no_args_is_help=True)
+    for operation in OPERATIONS.values():
+        if operation.bench is not None:
+            _add(group, operation)
+    command(group, "traffic", title="bench")(bench_traffic)
+    command(group, "host", files=("out",), title="bench host")(bench_host)
+    command(group, "cp", files=("out", "csv"), title="bench cp")(bench_cp)
+    return group
+
+
+def _add(group: typer.Typer, operation: OperationEntry) -> None:
+    entry = operation.bench
+    assert entry is not None
+
+    def work(report: Report, given: Any) -> ExitCode:
+        measured = (f.name for f in fields(entry.options) if f.metadata["measured"])
+        targets = _targets(report, given.on, *measured)
+        options = read_options(entry.options, given)
+        from narrowkv.cli import bench as tables
+
+        try:
+            chosen, rows, settings = import_module(entry.module).make(options)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if targets:
+            return tables.bench_modelled(chosen, rows, targets, report)
+        compared = {
+            name: getattr(options, name) for name in ("against", "threshold") if hasattr(options, name)
+        }
+        return tables.bench(chosen, rows, report, samples=options.samples, settings=settings, **compared)
+
+    work.__annotations__["given"] = grouped(*options_of(entry.options), ("on", BenchOn, None))
+    work.__doc__ = entry.help
+    command(group, operation.name, title="bench")(work)
+
+
 def _targets(report: Report, on: list[str] | None, *idle: str) -> list[str]:
     """The targets of a bench that is modelled; none for one that is measured."""
     chosen = choices("--on", on, PLACES[1:]) if on else ["gpu"]
@@ -63,131 +94,9 @@ def _targets(report: Report, on: list[str] | None, *idle: str) -> list[str]:
     return chosen
 
 
-def _run(report: Report, chosen: Any, rows: Sequence[Any], targets: list[str], **measured: Any) -> ExitCode:
-    """Models the rows on the targets, or without any measures them."""
-    from narrowkv.cli import bench as tables
-
-    if targets:
-        return tables.bench_modelled(chosen, rows, targets, report)
-    return tables.bench(chosen, rows, report, **measured)
-
-
-@command(bench, "decode", title="bench")
-def bench_decode(
-    report: Report,
-    batch: Annotated[str, listed("Sequences.")] = "1,4,16,64,128",
-    context: Annotated[str, listed("Tokens of each sequence.")] = "1024,8192,32768",
-    page_size: Annotated[str, listed()] = "1,16,64",
-    num_kv_heads: Count = 8,
-    ratio: Annotated[str, listed("Query heads for each KV head.")] = "12",
-    head_dim: Count = 128,
-    cache_format: Formats = "fp8_e4m3fn,bf16",
-    q: Query = "bf16",
-    samples: Samples = 50,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Also time torch SDPA, AITER, FlashInfer, vLLM and SGLang.")
-    ] = False,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Plans whose bits do not depend on the batch.")
-    ] = False,
-    against: Annotated[
-        Path | None, typer.Option(metavar="BASELINE.json", help="Compare; slower rows end with 4.")
-    ] = None,
-    threshold: Annotated[float, typer.Option(help="How much slower a row may become.")] = 0.05,
-    on: BenchOn = None,
-) -> ExitCode:
-    """Measure paged decode over batches, contexts, page sizes, ratios and formats."""
-    targets = _targets(report, on, "peers", "batch_invariant", "against", "threshold")
-    lists = {"batch": batch, "context": context, "page-size": page_size, "ratio": ratio}
-    sizes = {name: numbers(f"--{name}", text) for name, text in lists.items()}
-    formats, q = cache_formats("--format", cache_format), one_of("--q", q, QUERY_DTYPES)
-    from narrowkv.testing.bench.decode import DecodeBench, decode_peers, decode_sizes
-
-    try:
-        rows = decode_sizes(
-            batches=sizes["batch"], contexts=sizes["context"], page_sizes=sizes["page-size"],
-            ratios=sizes["ratio"], num_kv_heads=num_kv_heads, head_dim=head_dim, q=q, formats=formats,
-        )  # fmt: skip
-    except ValueError as error:
-        raise UsageError(f"--context, --page-size: {error}") from None
-    chosen = DecodeBench(batch_invariant=batch_invariant, peers=decode_peers() if peers else {})
-    return _run(
-        report, chosen, rows, targets, samples=samples, against=against, threshold=threshold,
-        settings={"peers": peers, "batch_invariant": batch_invariant},
-    )  # fmt: skip
-
-
-@command(bench, "prefill", title="bench")
-def bench_prefill(
-    report: Report,
-    new: Annotated[str, listed("New tokens.")] = "128,1024,4096",
-    prefix: Annotated[str, listed("Older tokens.")] = "0,4096,32768",
-    heads: Annotated[str, listed("Query heads / KV heads.")] = "96/8,32/8",
-    head_dim: Count = 128,
-    page_size: Count = 16,
-    cache_format: Formats = "fp8_e4m3fn,bf16",
-    samples: Samples = 50,
-    on: BenchOn = None,
-) -> ExitCode:
-    """Measure prefill of one sequence over prefixes, beside torch SDPA, and prefill that appends."""
-    pairs = heads_of(heads)
-    lengths = numbers("--new", new), numbers("--prefix", prefix, least=0)
-    formats = cache_formats("--format", cache_format)
-    from narrowkv.testing.bench.prefill import PrefillBench, prefill_sizes
-
-    rows = list(prefill_sizes(*lengths, pairs, formats, head_dim, page_size))
-    return _run(report, PrefillBench(), rows, _targets(report, on), samples=samples)
-
-
-@command(bench, "sparse", title="bench")
-def bench_sparse(
-    report: Report,
-    tokens: Annotated[str, listed("Query tokens.")] = "1024,4096",
-    heads: Annotated[str, listed("Query heads.")] = "16,64,128",
-    topk: Annotated[str, listed("Rows that each token attends to.")] = "512,2048",
-    pool: Annotated[int, typer.Option(min=1, help="Rows of the pool.")] = 65536,
-    mode: Annotated[str, listed("", *SPARSE_MODES)] = "bf16,prepass,fused",
-    samples: Samples = 50,
-    on: BenchOn = None,
-) -> ExitCode:
-    """Measure DeepSeek-V4 sparse prefill over tokens, heads and top-k, in each mode."""
-    lists = {"tokens": tokens, "heads": heads, "topk": topk}
-    sizes = [numbers(f"--{name}", text) for name, text in lists.items()]
-    modes = choices("--mode", mode, SPARSE_MODES)
-    from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
-
-    rows = [SparseSizes(t, h, k, pool) for t, h, k in product(*sizes)]
-    settings = {"modes": modes}
-    return _run(report, SparseBench(modes), rows, _targets(report, on), samples=samples, settings=settings)
-
-
-@command(bench, "sage", title="bench")
-def bench_sage(
-    report: Report,
-    batch: Annotated[str, listed("Sequences.")] = "2",
-    context: Annotated[str, listed("Tokens of Q, and of K.")] = "4096,16384",
-    heads: Annotated[int, typer.Option(min=1, help="Heads of Q, K and V.")] = 32,
-    head_dim: Count = 128,
-    qk: Annotated[str, listed("", *SAGE_PRECISIONS)] = "int8",
-    granularity: Annotated[str, listed("", *SAGE_GRANULARITIES)] = "per_thread,per_warp,per_block",
-    samples: Samples = 20,
-    on: BenchOn = None,
-) -> ExitCode:
-    """Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal."""
-    sizes = product(numbers("--batch", batch), numbers("--context", context), (False, True))
-    precisions = choices("--qk", qk, SAGE_PRECISIONS)
-    groups = choices("--granularity", granularity, SAGE_GRANULARITIES)
-    from narrowkv.testing.bench.sage import SageBench, SageSizes
-
-    rows = [SageSizes(b, c, heads, head_dim, causal) for b, c, causal in sizes]
-    sage, settings = SageBench(precisions, groups), {"qk": precisions, "granularity": groups}
-    return _run(report, sage, rows, _targets(report, on), samples=samples, settings=settings)
-
-
-@command(bench, "traffic", title="bench")
 def bench_traffic(
     report: Report,
-    model: Annotated[str, listed("Default: all.", *TRAFFIC_MODELS)] = ",".join(TRAFFIC_MODELS),
+    model: Annotated[str, listed("Default: all.", *MODELS)] = ",".join(MODELS),
     traffic: Annotated[str, listed("Kinds of steps.", *TRAFFIC)] = ",".join(TRAFFIC),
     batch: Annotated[str, listed("Sequences of a step.")] = "16,64,256",
     cache_format: Formats = "fp8_e4m3fn",
@@ -204,7 +113,7 @@ def bench_traffic(
     rehearsal: smaller steps are checked, and nothing is timed.
     """
     kinds = choices("--traffic", traffic, TRAFFIC)
-    models, formats = choices("--model", model, TRAFFIC_MODELS), cache_formats("--format", cache_format)
+    models, formats = choices("--model", model, tuple(MODELS)), cache_formats("--format", cache_format)
     batches = numbers("--batch", batch)
     if choices_:
         report.refuse(
@@ -220,7 +129,6 @@ def bench_traffic(
     return tables.bench_traffic(steps, report, samples=samples, choices=choices_)
 
 
-@command(bench, "host", files=("out",), title="bench host")
 def bench_host(
     report: Report,
     samples: Samples = 20,
@@ -235,7 +143,6 @@ def bench_host(
     return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
 
 
-@command(bench, "cp", files=("out", "csv"), title="bench cp")
 def bench_cp(
     report: Report,
     ranks: Annotated[int, typer.Option(min=2, max=8, help="GPUs of this host; without any, processes.")] = 2,

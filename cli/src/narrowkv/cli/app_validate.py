@@ -1,110 +1,103 @@
-"""The commands `narrowkv validate`; each imports its work when it is called."""
+"""The commands `narrowkv validate`, made from the registry. Each imports its work when it is called."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict, fields
+from typing import Annotated, Any
 
 import typer
 
 from narrowkv.cli.command_line import DecodeByDefault, command
-from narrowkv.cli.names import PLACES, check_case_formats, choices, one_of
-from narrowkv.cli.options import Context, Count, Jobs, Where, starting_with
+from narrowkv.cli.names import check_case_formats, choices, one_of
+from narrowkv.cli.options import (
+    Context,
+    Count,
+    Jobs,
+    Option,
+    Where,
+    grouped,
+    options_of,
+    read_options,
+    starting_with,
+)
 from narrowkv.cli.options import jobs as number_of
 from narrowkv.cli.report import ExitCode, Report, UsageError
+from narrowkv.testing.operation import OperationEntry
+from narrowkv.testing.operations import OPERATIONS
+from narrowkv.testing.words import PLACES
 
-validate = typer.Typer(cls=DecodeByDefault)
 Full = Annotated[
     bool, typer.Option("--full/--quick", help="Mix the axes with each other, or take each value once.")
 ]
-Cases = Annotated[
+Lines = Annotated[
     list[str] | None,
     typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
 ]
 
 
-def _check(report: Report, where: Where, case: list[str] | None = None) -> None:
-    """Refuses, before torch is imported, misspelled names and options that have no effect with a case."""
+def validate_commands() -> typer.Typer:
+    """The group of commands."""
+    group = typer.Typer(cls=DecodeByDefault)
+    for operation in OPERATIONS.values():
+        _add(group, operation)
+    command(group, "fp4", title="validate fp4")(validate_fp4)
+    return group
+
+
+def _add(group: typer.Typer, operation: OperationEntry) -> None:
+    entry = operation.validate
+    options: list[Option] = [("full", Full, False)]
+    if entry.one_shape is None:
+        options.append(("case", Lines, None))
+    if entry.seed:
+        options.append(("seed", Annotated[int, typer.Option(help=entry.seed)], 0))
+    if entry.one_shape is not None:
+        options += options_of(entry.one_shape)
+
+    def work(report: Report, given: Any, *, where: Where) -> ExitCode:
+        return _validate(operation, report, given, where)
+
+    work.__annotations__["given"] = grouped(*options)
+    work.__doc__ = entry.help
+    default = operation.name == DecodeByDefault.default
+    command(group, operation.name, title="validate" if default else f"validate {operation.name}")(work)
+
+
+def _validate(operation: OperationEntry, report: Report, given: Any, where: Where) -> ExitCode:
+    """Validates cases of an operation: those that are named, or a sweep of what a place serves."""
+    # Misspelled names, and options that have no effect, are refused before torch is imported.
     if where.on:
         choices("--on", where.on, PLACES)
-    if case:
-        check_case_formats(case)
+    full, lines, seed = given.full, getattr(given, "case", None), getattr(given, "seed", 0)
+    if lines:
+        check_case_formats(lines)
         report.refuse("with --case, which says all of a case", "full", "seed")
-
-
-def _run(
-    operation: str, report: Report, where: Where, case: list[str] | None, full: bool, seed: int = 0
-) -> ExitCode:
-    """Validates cases of an operation: those that are named, or a sweep of what a place serves."""
-    _check(report, where, case)
+    shape = None
+    if operation.validate.one_shape is not None:
+        shape = read_options(operation.validate.one_shape, given)
+        first, *others = (f.name for f in fields(shape))
+        if getattr(shape, first) is None:
+            report.refuse(f"without --{first}", *others)
+            shape = None
+        else:
+            report.refuse(f"with --{first}", "full")
     from narrowkv.cli.cases import parse_case
-    from narrowkv.cli.validate import validate as run
-    from narrowkv.testing.kinds import KINDS
+    from narrowkv.cli.validate import validate
+    from narrowkv.cli.validate_sage import validate_sage
 
-    kind = KINDS[operation]
-    lines = [parse_case(kind, line) for line in case or ()]
-    cases = lines or (lambda place: kind.sweep(place.target, full, seed))
-    return run(cases, report, where, seed=seed, kind=kind)
-
-
-@command(validate, "decode", title="validate")
-def validate_decode(
-    report: Report,
-    full: Full = False,
-    case: Cases = None,
-    seed: Annotated[int, typer.Option(help="Of the random mixtures.")] = 0,
-    *,
-    where: Where,
-) -> ExitCode:
-    """Sweep decode's axes against the reference: error table, worst cases, commands that repeat them."""
-    return _run("decode", report, where, case, full, seed)
+    known = operation.cases
+    cases: Any = [parse_case(operation, line) for line in lines or ()]
+    if shape is not None and known.one_shape is not None:
+        try:
+            cases = known.one_shape(**asdict(shape), seed=seed)
+        except ValueError as error:
+            raise UsageError(f"--{error}") from None
+    run = validate if known.check is None else validate_sage
+    return run(
+        operation, cases or (lambda place: known.sweep(place.target, full, seed)), report, where, seed=seed
+    )
 
 
-@command(validate, "prefill", title="validate prefill")
-def validate_prefill(report: Report, full: Full = False, case: Cases = None, *, where: Where) -> ExitCode:
-    """Sweep prefill, and prefill that appends, whose cache must be right to the byte."""
-    return _run("prefill", report, where, case, full)
-
-
-@command(validate, "sparse", title="validate sparse")
-def validate_sparse(report: Report, full: Full = False, case: Cases = None, *, where: Where) -> ExitCode:
-    """Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options."""
-    return _run("sparse", report, where, case, full)
-
-
-@command(validate, "sage", title="validate sage")
-def validate_sage(
-    report: Report,
-    full: Full = False,
-    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
-    shape: Annotated[
-        str | None, typer.Option("--shape", metavar="SIZES", help="One shape, as b=1,h=8,s=1024,d=128.")
-    ] = None,
-    precision: Annotated[str, typer.Option(help="Of --shape: int8, int4 or fp8; default: all.")] = "",
-    granularity: Annotated[
-        str, typer.Option(help="Of --shape: per_tensor, per_block, per_warp or per_thread; default: all.")
-    ] = "",
-    *,
-    where: Where,
-) -> ExitCode:
-    """Show what Sage attention's granularities cost in accuracy, beside the published figures."""
-    _check(report, where)
-    if shape is None:
-        report.refuse("without --shape", "precision", "granularity")
-    else:
-        report.refuse("with --shape", "full")
-    from narrowkv.cli.validate_sage import validate_sage as run
-    from narrowkv.testing.cases import sage as cases
-
-    if shape is None:
-        return run(cases.sweep(full=full, seed=seed), report, where, seed=seed)
-    try:
-        chosen = cases.one_shape(shape, precision=precision, granularity=granularity, seed=seed)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from None
-    return run(chosen, report, where, seed=seed)
-
-
-@command(validate, "fp4", title="validate fp4")
 def validate_fp4(
     report: Report,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each input set.")] = 3,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from narrowkv.cli.bench_columns import COLUMNS, Record
+from narrowkv.cli.bench_table import bench_table
 from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
@@ -17,6 +17,7 @@ from narrowkv.cli.workers import run_all
 from narrowkv.testing.backends import PEERS
 from narrowkv.testing.bench.baseline import changes, load_baseline, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
+from narrowkv.testing.bench.columns import Record
 from narrowkv.testing.bench.host import measure_host
 from narrowkv.testing.bench.measure import Bench, Row
 from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
@@ -35,6 +36,8 @@ def bench(
     settings: Record | None = None, against: Path | None = None, threshold: float = 0.05,
 ) -> ExitCode:  # fmt: skip
     """Measures every shape and reports; Ctrl-C keeps the shapes that were finished.
+
+    A virtual GPU has no device times: the answers there are checked, and nothing is timed.
 
     Args:
         bench: makes the calls.
@@ -59,16 +62,21 @@ def bench(
             f"bench measures device time and needs a GPU; torch {torch.__version__} sees none. Without one, "
             f"`narrowkv bench {bench.name} --on gfx942,gfx950` gives modelled times"
         )
-    timer = GraphTimer(samples=samples, seconds=bench.seconds)
+    gpu = find_place("gpu")
+    place, timer = gpu.description, None
+    if gpu.has_times:
+        timer = GraphTimer(samples=samples, seconds=bench.seconds)
+    else:
+        report.say(f"{place} has no device times: the answers are checked, and nothing is timed.")
+        report.refuse("to a virtual GPU, which has no device times", "plot", "against")
     rows: list[Row] = []
     ceilings, interrupted = _measure(
         bench, shapes, report, timer, {**(settings or {}), "samples": samples}, rows
     )
-    place, columns = find_place("gpu").description, COLUMNS[bench.name]
     records = [row.as_dict() for row in rows]
     if ceilings is not None:
         report.say(f"{place}; measured ceilings: {ceilings}")
-    report.show(columns.sheet(records))
+    report.show(bench_table(bench.columns, records))
     code, compared = _compare(report, baseline, records, threshold)
     body = {
         "bench": bench.name,
@@ -85,7 +93,7 @@ def bench(
 
         assert ceilings is not None  # there are rows
         title = f"{bench.name} on {place}, measured"
-        plot_roofline(records, ceilings, path, title=title, series=columns.series)
+        plot_roofline(records, ceilings, path, title=title, series=bench.columns.series)
 
     if any(row.status == "fail" for row in rows):
         code = ExitCode.NUMERICAL
@@ -131,16 +139,22 @@ def bench_traffic(steps: Sequence[Step], report: Report, *, samples: int, choice
 
 
 def _measure(
-    bench: Bench[Shape], shapes: Sequence[Shape], report: Report, timer: GraphTimer, settings: Record,
+    bench: Bench[Shape], shapes: Sequence[Shape], report: Report, timer: GraphTimer | None, settings: Record,
     rows: list[Row],
 ) -> tuple[Ceilings | None, bool]:  # fmt: skip
-    """Adds the rows of every shape; returns the ceilings and whether Ctrl-C ended it."""
+    """Adds the rows of every shape, checked only without a timer.
+
+    Returns:
+        The ceilings, if there is a timer, and whether Ctrl-C ended it.
+    """
     try:
-        ceilings = measure_ceilings(timer)
+        ceilings = None if timer is None else measure_ceilings(timer)
     except KeyboardInterrupt:
         return None, True
 
     def work(shape: Shape) -> tuple[Row, ...]:
+        if timer is None or ceilings is None:
+            return bench.rehearse(shape)
         return bench.measure(shape, ceilings, timer)
 
     def take(shape: Shape, found: tuple[Row, ...]) -> str:

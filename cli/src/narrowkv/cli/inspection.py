@@ -1,4 +1,4 @@
-"""`narrowkv inspect`: what decode compiles to for gfx942 and gfx950, and a roofline of its loop."""
+"""`narrowkv inspect`: what a call compiles to for gfx942 and gfx950, and a roofline of its loop."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Sheet, filled, keys, numbers
 from narrowkv.cli.shipped_code import finish_with_kernels
 from narrowkv.cli.workers import run_all
-from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases import Case
 from narrowkv.testing.codegen import CodeTask, main_kernel
-from narrowkv.testing.families import HBM_SHARES, Family, call_of
 from narrowkv.testing.inspection import Inspection, inspect_case
 from narrowkv.testing.machine import versions
+from narrowkv.testing.operation import OperationEntry
+from narrowkv.testing.operations import family_of
 from narrowkv.testing.records import number
 
 _FOREMOST = 12  # mnemonics shown of a loop
 
 
 def inspect(
-    case: DecodeCase, report: Report, *, targets: tuple[str, ...], asm: bool, modelled: bool = False
-) -> ExitCode:
-    """Compiles a decode call for each target and shows registers, instruction mix and the models.
+    operation: OperationEntry, case: Case, report: Report, *, targets: tuple[str, ...], asm: bool,
+    modelled: bool = False,
+) -> ExitCode:  # fmt: skip
+    """Compiles a call for each target and shows registers, instruction mix and the models.
 
     Spills or scratch end with exit code 1.
 
@@ -51,7 +53,7 @@ def inspect(
     spilling = [k for i in found for k in i.kernels if k.faulty]
     body: dict[str, Any] = {"versions": versions(), "inspections": [i.as_dict() for i in found]}
     if modelled and not interrupted:
-        family = {str(case): Family(call_of(case), HBM_SHARES["decode"], "decode")}
+        family = {str(case): family_of(operation, case)}
         body["model"] = show_model(report, [r for name in targets for r in model_families(name, family)])
     code = ExitCode.NUMERICAL if spilling else ExitCode.OK
     return finish_with_kernels(

@@ -11,10 +11,10 @@ from narrowkv.cli.cases import parse_case
 from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.testing.families import HBM_SHARES, Family, call_of, families
-from narrowkv.testing.kinds import KINDS
 from narrowkv.testing.machine import versions
 from narrowkv.testing.model import Modelled, main_kernel, model_call, model_peer, waits
+from narrowkv.testing.operation import Family
+from narrowkv.testing.operations import OPERATIONS, families, family_of
 
 
 def sheet(rows: Sequence[tuple[str, Sequence[Modelled]]]) -> Sheet:
@@ -45,12 +45,14 @@ def parse_call(text: str) -> Family:
     """A call by its operation and case: ``decode:lens=4096,ratio=12``.
 
     Raises:
-        UsageError: the operation is none of decode, prefill and sparse, or the case is none of its.
+        UsageError: no operation whose cases are lines has that name, or the case is none of its.
     """
-    operation, _, line = text.partition(":")
-    if operation not in KINDS:
-        raise UsageError(f"--case must begin with decode:, prefill: or sparse:, got {text!r}")
-    return Family(call_of(parse_case(KINDS[operation], line)), HBM_SHARES[operation], operation)
+    name, _, line = text.partition(":")
+    known = [entry.name for entry in OPERATIONS.values() if entry.validate.one_shape is None]
+    if name not in known:
+        *others, last = (f"{one}:" for one in known)
+        raise UsageError(f"--case must begin with {', '.join(others)} or {last}, got {text!r}")
+    return family_of(OPERATIONS[name], parse_case(OPERATIONS[name], line))
 
 
 def _peer(path: Path) -> Modelled:

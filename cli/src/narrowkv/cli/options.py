@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from narrowkv.cli.names import AMD_TARGETS, CACHE_FORMATS, PLACES, QUERY_DTYPES, choices
+from narrowkv.cli.names import cache_formats, choices, one_of
 from narrowkv.cli.report import UsageError
+from narrowkv.testing.words import AMD_TARGETS, CACHE_FORMATS, PLACES, QUERY_DTYPES
 
 
 def starting_with(*known: str) -> Callable[[str], list[str]]:
@@ -109,3 +110,75 @@ def heads_of(text: str, most: int | None = None) -> list[tuple[int, int]]:
         more = "" if most == 1 else ", pairs joined by commas"
         raise UsageError(f"--heads must be query heads and KV heads, for example 96/8{more}; got {text!r}")
     return [(int(q), int(kv)) for q, kv in pairs]
+
+
+def spelled(name: str) -> str:
+    """The option of a field or parameter."""
+    return "--format" if name == "cache_format" else f"--{name.replace('_', '-')}"
+
+
+Option = tuple[str, Any, Any]
+"""Name, annotated type and default of a command's parameter."""
+
+
+def options_of(options: Any) -> list[Option]:
+    """The parameters of a command for the fields that `narrowkv.testing.operation.option` made."""
+    types = get_type_hints(options)
+    return [(f.name, _annotation(f, types[f.name]), _text(f.default)) for f in fields(options)]
+
+
+def grouped(*options: Option) -> type:
+    """A dataclass of parameters, which become options of a command that takes one such object."""
+    return make_dataclass("Options", [(name, kind, field(default=value)) for name, kind, value in options])
+
+
+def read_options(options: Any, given: Any) -> Any:
+    """An object of a dataclass of options from the values of a command's parameters.
+
+    Raises:
+        UsageError: a value is wrong.
+    """
+    types = get_type_hints(options)
+    return options(**{f.name: _read(f, types[f.name], getattr(given, f.name)) for f in fields(options)})
+
+
+def _text(default: Any) -> Any:
+    if not isinstance(default, tuple):
+        return default
+    return ",".join("/".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in default)
+
+
+def _annotation(f: Any, kind: Any) -> Any:
+    said = f.metadata
+    help, words, metavar = said["help"] or None, said["words"], said["metavar"] or None
+    if said["kind"] in ("formats", "query"):
+        return Formats if said["kind"] == "formats" else Query
+    if isinstance(f.default, tuple):
+        return Annotated[str, listed(help or "", *words)]
+    if kind is bool:
+        return Annotated[bool, typer.Option(spelled(f.name), help=help)]
+    if kind is int:
+        return Annotated[int, typer.Option(min=said["least"], help=help)]
+    completion = starting_with(*words) if words else None
+    return Annotated[kind, typer.Option(metavar=metavar, help=help, autocompletion=completion)]
+
+
+def _read(f: Any, kind: Any, value: Any) -> Any:
+    said, name = f.metadata, spelled(f.name)
+    if said["kind"] == "formats":
+        formats = tuple(cache_formats(name, value))
+        if isinstance(f.default, tuple):
+            return formats
+        if len(formats) > 1:
+            raise UsageError(f"{name} must be one format here, got {value}")
+    elif said["kind"] == "query":
+        one_of(name, value, QUERY_DTYPES)
+    elif said["kind"] == "heads":
+        return tuple(heads_of(value))
+    elif isinstance(f.default, tuple):
+        return tuple(
+            choices(name, value, said["words"]) if said["words"] else numbers(name, value, said["least"])
+        )
+    elif said["words"] and value:
+        one_of(name, value, said["words"])
+    return value

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from narrowkv.cli.names import AMD_TARGETS, choices
+from narrowkv.cli.names import choices
 from narrowkv.cli.report import UnsupportedHereError, UsageError
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing import places
 from narrowkv.testing.codegen import amd_backend_missing
 from narrowkv.testing.places import Place
+from narrowkv.testing.words import AMD_TARGETS
 
 
 def find_places(names: Sequence[str] | None, *, races: bool = False, hazards: bool = False) -> list[Place]:

@@ -18,8 +18,9 @@ from narrowkv.cli.screen import show_screen
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.testing.backends import OURS, PEERS, peer_version
-from narrowkv.testing.contracts import CONTRACT_SETS, ContractSet
+from narrowkv.testing.contracts import ContractSet
 from narrowkv.testing.machine import versions
+from narrowkv.testing.operations import contract_sets
 from narrowkv.testing.probing import FAIL, PASS, Outcome, ProbeRun, Task, run_task
 from narrowkv.testing.result_plots import plot_answers
 
@@ -81,9 +82,10 @@ def probe(
 
 def list_sets(report: Report) -> ExitCode:
     """Shows the names of the sets."""
+    sets = list(contract_sets().values())
     sheet = Sheet([*keys("set"), *numbers("contracts"), Column("asks"), Column("shape")])
-    for s in CONTRACT_SETS.values():
+    for s in sets:
         sheet.add(s.name, len(s.contracts), s.title, s.shape)
     report.show(sheet)
-    rows = [{"set": s.name, **asdict(c)} for s in CONTRACT_SETS.values() for c in s.contracts]
-    return report.finish({"sets": list(CONTRACT_SETS.values())}, ExitCode.OK, rows=rows)
+    rows = [{"set": s.name, **asdict(c)} for s in sets for c in s.contracts]
+    return report.finish({"sets": sets}, ExitCode.OK, rows=rows)

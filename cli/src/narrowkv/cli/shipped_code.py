@@ -20,10 +20,9 @@ from narrowkv.testing.codegen import (
     compile_case,
     main_kernel,
 )
-from narrowkv.testing.families import Family
 from narrowkv.testing.machine import versions
+from narrowkv.testing.operation import Family, OperationEntry
 from narrowkv.testing.result_plots import plot_registers
-from narrowkv.testing.shipped import SHIPPED, Shipped
 
 Modelled = Callable[[str], Mapping[str, Family]] | None
 """Calls to show under the timing model, for a target's name."""
@@ -37,7 +36,7 @@ def _compile(task: CodeTask) -> CallCode:
 
 
 def inspect_calls(
-    operation: str,
+    operation: OperationEntry,
     report: Report,
     *,
     targets: tuple[str, ...],
@@ -47,7 +46,7 @@ def inspect_calls(
     """Compiles calls for each target and shows the code; spills or scratch memory end with exit code 1.
 
     Args:
-        operation: one of `SHIPPED`.
+        operation: whose shipped configurations, or case, are compiled.
         report: where it goes.
         targets: AMD targets.
         case: compiled instead of all that the operation ships.
@@ -58,17 +57,16 @@ def inspect_calls(
         UsageError: the operation refuses a case.
     """
     check_amd_backend()
-    shipped = SHIPPED[operation]
     codes: list[tuple[Case, CallCode]] = []
 
     def take(task: CodeTask, code: CallCode) -> str:
         codes.append((task.case, code))
         return f"{task.target} {task.case}"
 
-    chosen = shipped.cases if case is None else lambda target: [case]
+    chosen = operation.cases.shipped if case is None else lambda target: [case]
     tasks = [CodeTask(target, one) for target in targets for one in chosen(target)]
     interrupted = run_all(report, tasks, _compile, CallCode, take, what="inspecting")
-    report.show(_table(codes, shipped))
+    report.show(_table(codes, operation))
     plans = {code.target: code.plan for _, code in reversed(codes) if code.plan}
     for target in dict.fromkeys(code.target for _, code in codes):
         if target in plans:
@@ -85,7 +83,9 @@ def inspect_calls(
     return finish_with_kernels(report, body, exit_code, compiled, interrupted)
 
 
-def _table(codes: Sequence[tuple[Case, CallCode]], shipped: Shipped) -> Sheet:
+def _table(codes: Sequence[tuple[Case, CallCode]], operation: OperationEntry) -> Sheet:
+    columns = operation.cases.columns
+    every_kernel = operation.inspect is not None and operation.inspect.every_kernel
     figures = (
         "VGPR",
         "AGPR",
@@ -99,18 +99,18 @@ def _table(codes: Sequence[tuple[Case, CallCode]], shipped: Shipped) -> Sheet:
         "VALU",
     )
     sheet = Sheet([
-        *keys("target", *shipped.columns, "kernel"), *numbers(*figures, "transcendental", "matrix"),
+        *keys("target", *columns, "kernel"), *numbers(*figures, "transcendental", "matrix"),
         Column("matrix instructions of the loop"),
     ])  # fmt: skip
     for case, code in codes:
         main = main_kernel(code.kernels)
         for k in code.kernels:
-            if not (shipped.every_kernel or k.faulty or k is main):
+            if not (every_kernel or k.faulty or k is main):
                 continue
             mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_')}" for name, n in k.mfma.items())
             loop = (k.loop.get("valu", 0), k.loop.get("transcendental", 0), f"{k.matrix_share:.0%}")
             sheet.add(
-                code.target, *(show(case) for show in shipped.columns.values()), k.name, k.vgprs, k.agprs,
+                code.target, *(show(case) for show in columns.values()), k.name, k.vgprs, k.agprs,
                 k.spills, k.sgpr_spills, k.spills_in_loops, k.scratch_bytes, k.lds_bytes, k.num_warps,
                 k.waves_per_simd, *loop, mfma or "none", style="bold red" if k.faulty else "",
             )  # fmt: skip

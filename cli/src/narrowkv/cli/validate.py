@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from narrowkv.cli.command_line import DecodeByDefault
 from narrowkv.cli.options import Where, jobs
 from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
@@ -16,9 +17,10 @@ from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.testing.cases import Case
 from narrowkv.testing.cases.decode import LSE_BOUND
-from narrowkv.testing.checking import CaseResult, CaseTask, SageResult, run_task
-from narrowkv.testing.kinds import Kind
+from narrowkv.testing.cases.sage import SageResult
+from narrowkv.testing.checking import CaseResult, CaseTask, run_task
 from narrowkv.testing.machine import versions
+from narrowkv.testing.operation import OperationEntry
 from narrowkv.testing.places import Place, find_place
 from narrowkv.testing.records import jsonable
 from narrowkv.testing.result_plots import plot_cases
@@ -111,15 +113,16 @@ def run_cases(cases: Cases, report: Report, where: Where, kind: type[Result]) ->
     return CasesRun(where, places, results, len(tasks), interrupted)
 
 
-def validate(cases: Cases, report: Report, where: Where, *, seed: int, kind: Kind) -> ExitCode:
+def validate(operation: OperationEntry, cases: Cases, report: Report, where: Where, *, seed: int) -> ExitCode:
     """Runs cases of an operation at every place and reports."""
+    known = operation.cases
     run = run_cases(cases, report, where, CaseResult)
     places, results = run.places, [result for _, result in run.results]
-    repro = partial(_repro, where, find_place(None).name, kind)
+    repro = partial(_repro, where, find_place(None).name, operation.name)
     watched = "; LDS watched for races" if where.detect_races or where.detect_hazards else ""
     watched += ", waits for hazards" if where.detect_hazards else ""
     groups = _groups(run.results)
-    report.say(f"{kind.operation} against fp32 on the same numbers, {run.ran_on}{watched}")
+    report.say(f"{operation.title} against fp32 on the same numbers, {run.ran_on}{watched}")
     if run.planned == len(places):
         for result in results:
             text = f"{result.error}; lse {result.lse_error:.3g}" if result.error else result.detail
@@ -132,15 +135,15 @@ def validate(cases: Cases, report: Report, where: Where, *, seed: int, kind: Kin
         report.line(f"  {repro(result)}")
     if (more := len(run.failures) - _FAILURES_SHOWN) > 0:
         report.say(f"and {more} more failures; --json lists all")
-    run.say_passed(report, f"relative L1 <= {kind.bound}")
-    body = {"operation": kind.operation, "seed": seed, "bounds": {**kind.bounds, "lse": LSE_BOUND}}
+    run.say_passed(report, f"relative L1 <= {known.bound}")
+    body = {"operation": operation.title, "seed": seed, "bounds": {**known.bounds, "lse": LSE_BOUND}}
     records = [{**jsonable(r), "command": repro(r)} for r in results]
-    return run.finish(report, body, records, partial(plot_cases, run.results, kind))
+    return run.finish(report, body, records, partial(plot_cases, run.results, operation))
 
 
-def _repro(where: Where, default: str, kind: Kind, result: CaseResult) -> str:
+def _repro(where: Where, default: str, name: str, result: CaseResult) -> str:
     """The command that repeats a case where it ran; `default` is the place of a command without --on."""
-    operation = f" {kind.argument}" if kind.argument else ""
+    operation = "" if name == DecodeByDefault.default else f" {name}"
     place = "" if result.place in ("", default) else f" --on {result.place}"
     watched = " --detect-races" if where.detect_races else ""
     watched += " --detect-hazards" if where.detect_hazards else ""

@@ -8,32 +8,34 @@ from functools import partial
 from narrowkv.cli.options import Where
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Sheet, keys, numbers
-from narrowkv.cli.validate import run_cases
+from narrowkv.cli.validate import Cases, run_cases
 from narrowkv.quant.accuracy import ErrorReport
-from narrowkv.testing.cases.sage import BOUND, LSE_BOUND, PUBLISHED, SageCase
-from narrowkv.testing.checking import SageResult
+from narrowkv.testing.cases.sage import BOUND, LSE_BOUND, PUBLISHED, SageCase, SageResult
+from narrowkv.testing.operation import OperationEntry
 from narrowkv.testing.records import jsonable
 from narrowkv.testing.result_plots import plot_sage
 
 Found = tuple[SageCase, SageResult]
 
 
-def validate_sage(cases: Sequence[SageCase], report: Report, where: Where, *, seed: int) -> ExitCode:
+def validate_sage(
+    operation: OperationEntry, cases: Cases, report: Report, where: Where, *, seed: int
+) -> ExitCode:
     """Runs cases at every place and shows cosine, relative L1 and RMSE; Ctrl-C keeps what was finished."""
     run = run_cases(cases, report, where, SageResult)
-    report.say(f"sage_attention against attention that quantises nothing, {run.ran_on}")
+    report.say(f"{operation.title} against attention that quantises nothing, {run.ran_on}")
     report.say("figures: cosine / relative L1 / RMSE, by what was taken out of K and Q first")
     for place in run.places:
-        for data in dict.fromkeys(case.data for case in cases):
+        for data in dict.fromkeys(case.data for case, _ in run.results):
             report.say(f"\n{place.name}, data {data}")
             report.show(_table([(c, r) for c, r in run.results if r.place == place.name and c.data == data]))
     for case, result in run.failures:
         report.line(f"FAILED {result.place} {case}: {result.detail}", "bold red")
     run.say_passed(report, f"kernel error <= {BOUND:g}, lse within {LSE_BOUND:g}, no worse than published")
     body = {
-        "operation": "sage_attention",
+        "operation": operation.title,
         "seed": seed,
-        "bounds": {"kernel_relative_l1": BOUND, "lse": LSE_BOUND},
+        "bounds": dict(operation.cases.bounds),
         "published": PUBLISHED,
     }
     records = [{"case": str(case), **jsonable(result)} for case, result in run.results]

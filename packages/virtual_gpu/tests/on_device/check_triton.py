@@ -125,6 +125,26 @@ def test_a_graph_repeats_launches():
     assert (doubled == 6).all()
 
 
+def test_a_graph_keeps_the_memory_that_its_capture_allocated():
+    x, y, o = vectors()
+
+    def twice():
+        once = torch.empty_like(x)
+        add_kernel[(4,)](x, y, once, 1000, BLOCK=256)
+        add_kernel[(4,)](once, y, o, 1000, BLOCK=256)
+
+    twice()
+    expected = o.clone()
+    o.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        twice()
+    others = [torch.zeros_like(x) for _ in range(8)]
+    graph.replay()
+    assert torch.equal(o, expected)
+    assert not any(other.any() for other in others)
+
+
 def test_an_access_out_of_bounds_names_the_line_and_the_place():
     x, y, o = vectors()
     with pytest.raises(

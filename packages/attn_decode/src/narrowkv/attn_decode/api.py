@@ -79,6 +79,9 @@ def paged_decode(
             for the device, so it can be captured in a graph.
         **options: `lse` and `validate`: see `DecodeOptions`.
 
+    An infinite or NaN value of V makes its channel infinite or NaN in rows that attend to it, and may make
+    their other channels NaN; other rows are not affected.
+
     Returns:
         `o`, or `(o, lse)`; `lse` is `[batch * q_len, num_qo_heads]` fp32, natural log of the scaled logits'
         sum **without the sink**, so that partial results merge. A row that attends to nothing has o = 0 and

@@ -62,6 +62,9 @@ def batch_prefill(
             waits for the device, so it can be captured in a graph.
         **options: `out_dtype`, `return_lse`, `lse`, `validate` and `batch_invariant`: see `PrefillOptions`.
 
+    An infinite or NaN value of V makes its channel infinite or NaN in rows that attend to it, and may make
+    their other channels NaN; other rows are not affected.
+
     Returns:
         `o`, or `(o, lse)`; `lse` is `[tokens, num_qo_heads]` fp32, natural log of the scaled logits' sum
         **without the sink**. A row that attends to nothing has o = 0 and lse = -inf. Rows that no sequence
@@ -135,6 +138,9 @@ def prefill_append(
         plan: from `plan_append`; without one, a plan is made for the call. A call with a plan allocates only
             outputs that were not given. No call waits for the device.
         **options: `out_dtype`, `return_lse`, `lse` and `validate`: see `AppendOptions`.
+
+    An infinite or NaN value of V makes its channel infinite or NaN in rows that attend to it, and may make
+    their other channels NaN; other rows are not affected.
 
     Returns:
         `o`, or `(o, lse)`; `lse` as `batch_prefill` gives it, **without the sink**.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from narrowkv.attn_decode.planning import plan_for_call as decode_plan_for_call
 from narrowkv.attn_prefill.binding import matrix_of
-from narrowkv.attn_prefill.checks import check_classes
+from narrowkv.attn_prefill.checks import check_bounds, check_classes
 from narrowkv.attn_prefill.memory import allocate
 from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.attn_prefill.preparation import Arguments, Prepared, prepare, refuse_overlap
@@ -81,6 +82,8 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
         raise
     if call is None or validate:
         call = prepare(plan, bound, table, key, Arguments(*given))
+    if validate is None and plan.scratch_fits is not None and plan.device.type == "cpu":
+        check_bounds(replace(plan.shape, num_tokens=len(q)), page_table, starts)
     if bound.scales or call.q_descale is not None:
         check_scales({**bound.scales, "q_descale": q_descale}, validate)
     if out is not None or lse is not None or k_new is not None:

@@ -184,6 +184,28 @@ def check_values(
                 check_descale_tensor(name, values, validate=True)
 
 
+def check_bounds(shape: PrefillShape, page_table: PageTable, cu_seqlens_q: torch.Tensor) -> None:
+    """Refuses lengths beyond a plan's maxima, for tensors on the CPU, which are read without a wait.
+
+    Wrong lengths are what kernels take them for: none is below 0, or beyond the tokens of q or of the table.
+
+    Args:
+        shape: the number of query tokens, and the plan's maxima.
+
+    Raises:
+        ValueError: naming the maximum, what it must be and what it is.
+    """
+    q_lens = cu_seqlens_q.long().diff().clamp(0, shape.num_tokens)
+    lens, capacity = page_table.seq_lens_tensor().long(), page_table.capacity
+    lens = (lens + q_lens if page_table.before_append else lens).clamp(0, capacity)
+    if not len(lens):
+        return
+    total = min(int(lens.sum()), capacity * (1 if page_table.kind == "ragged" else len(lens)))
+    _check_bound("max_q_len", shape.max_q_len, int(q_lens.max()))
+    _check_bound("max_seq_len", shape.max_seq_len, int(lens.max()))
+    _check_bound("max_kv_tokens", shape.kv_tokens, total)
+
+
 def _check_room(page_table: PageTable, lens: torch.Tensor, q_lens: torch.Tensor) -> None:
     beyond = (lens > page_table.capacity) & (q_lens > 0)
     if bool(beyond.any()):

@@ -73,8 +73,7 @@ def plan_prefill(
         max_q_len: the most query tokens of one sequence, where known. 1 lets `paged_decode` serve the call.
         max_seq_len: the most keys of one sequence; default the table's capacity.
         max_kv_tokens: the most keys of all sequences together. It bounds the scratch of widened keys, which
-            an engine's wide block table would otherwise make large. In a call with more keys than the bounds
-            allow, rows that see keys which the scratch lacks are NaN; with `validate` it is refused.
+            an engine's wide block table would otherwise make large.
         kernel: forces "dense", "fused", "split" or "decode".
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
@@ -86,6 +85,10 @@ def plan_prefill(
             `workspace_bytes()`; None allocates what this plan needs.
         validate: also look at the values of cu_seqlens_q, of the table, of descales and at whether the bounds
             above hold, which waits for the device.
+
+    Lengths beyond `max_q_len`, `max_seq_len` or `max_kv_tokens` are refused where they are on the CPU, and
+    with `validate`. Elsewhere a call cannot know them: query tokens past `max_q_len` are not written, rows
+    that see keys which the scratch lacks are NaN, and all other rows are right.
 
     Returns:
         A `PrefillPlan` for `batch_prefill(..., plan=plan)` or `plan.run(...)`.

@@ -135,8 +135,10 @@ def _amd_dense_config(
     On gfx942 a second stage adds LDS bank conflicts: 128 x 32 with one stage 460, with two 355. Storing V
     transposed changes nothing there (521). On gfx950 the second stage is worth 706 -> 1087, a third stage and
     256 rows nothing. LLVM's strategy iterative-ilp: gfx942 334 -> 521, gfx950 1087 -> 1043, at head_dim 64
-    867 -> 932; under Triton 3.8 it crashes the compiler beside factors of keys, where it gains 2%. Tiles of
-    64 rows: gfx942 375 -> 396 by `kpack` and the strategy, gfx950 482 -> 786 by the second stage.
+    867 -> 932; under Triton 3.8 it crashes the compiler beside factors of keys, where it gains 2%. On gfx942
+    the tiles take 272 registers and one wave a SIMD under Triton 3.8, 248 and two under 3.9; see
+    docs/amd-timing.md for what was tried. Tiles of 64 rows: gfx942 375 -> 396 by `kpack` and the strategy,
+    gfx950 482 -> 786 by the second stage.
 
     plain: no factors of single keys, and Q is one term.
     """

@@ -15,6 +15,7 @@ Example:
 from .compiled import engine_of, engine_refusal
 from .counts import DynamicCounts
 from .errors import (
+    AcquireError,
     DeadlockError,
     EmulatorError,
     EngineUnavailableError,
@@ -37,7 +38,8 @@ from .program import Program
 __version__ = "0.1.0"
 
 __all__ = [
-    "DeadlockError", "DynamicCounts", "EmulatorError", "EngineUnavailableError", "HazardError",
+    "AcquireError", "DeadlockError", "DynamicCounts", "EmulatorError", "EngineUnavailableError",
+    "HazardError",
     "KernelArgument", "Loop", "MalformedProgramError", "Memory", "MisalignedError", "OutOfRangeError",
     "Profile", "Program", "RaceError", "ReleaseError", "Result", "UninitialisedError",
     "UnknownInstructionError", "engine_of", "engine_refusal", "load_program", "run",

@@ -9,6 +9,7 @@ import numpy as np
 
 from .atomics import Atomic, apply_atomic
 from .errors import (
+    AcquireError,
     EmulatorError,
     HazardError,
     MisalignedError,
@@ -22,6 +23,7 @@ from .pending_lds import PendingLds
 from .program import Program
 from .races import RaceDetector
 from .recorder import Recorder
+from .stale_reads import StaleReads
 from .state import LANES, POISON, Array, Waves
 
 
@@ -38,6 +40,8 @@ class Accesses:
         scratch: private memory of all lanes, or None.
         races: the race detector, or None.
         pending: LDS accesses that their wave has not waited for, or None.
+        stale: who stored where and whose caches were invalidated, or None.
+        numbers: the workgroups' numbers of `stale`.
         recorder: called for every access; then each group has one wave.
         bytes: bytes moved, by name of the count.
     """
@@ -53,6 +57,8 @@ class Accesses:
     scratch: Array | None
     races: RaceDetector | None
     pending: PendingLds | None
+    stale: StaleReads | None
+    numbers: Array
     recorder: Recorder | None
     bytes: Counter[str]
     _lds_views: dict[int, Array]
@@ -91,9 +97,37 @@ class Accesses:
             lanes = None if active is None else active[0]
             self.recorder.memory(int(w.ids[0]), inst, addresses[0], lanes, size)
 
+    def _workgroups(self, w: Waves, lanes: Array) -> Array:
+        """Numbers in the launch of the workgroups of some lanes, bools ``[n, lanes]``."""
+        slots = w.ids % (len(self.workgroups) * self.warps) // self.warps
+        return np.broadcast_to(self.numbers[slots][:, None], lanes.shape)[lanes]
+
+    def invalidate(self, w: Waves) -> None:
+        """Note that the caches which these waves read through were invalidated."""
+        if self.stale is not None:
+            self.stale.invalidate(self._workgroups(w, np.ones((w.n, 1), np.bool_)))
+
+    def _check_stale(
+        self, w: Waves, inst: Instruction, addresses: Array, active: Array | None, size: int
+    ) -> None:
+        if self.stale is None or "sc1" in inst.modifiers:  # sc1 reads past the caches
+            return
+        lanes = np.ones(addresses.shape, np.bool_) if active is None else active
+        found = self.stale.find(addresses[lanes], self._workgroups(w, lanes), size)
+        if found is not None:
+            flat, other = int(np.flatnonzero(lanes)[found[0]]), found[1]
+            wave, lane = divmod(flat, addresses.shape[1])
+            raise self._error(
+                AcquireError,
+                f"{inst.name} may return an old value: workgroup {self.stale.ids[other]} has stored "
+                "here since this one's cache was last invalidated (buffer_inv sc1)",
+                inst, w, wave, lane if addresses.shape[1] > 1 else None, int(addresses[wave, lane]),
+            )  # fmt: skip
+
     def load(self, w: Waves, inst: Instruction, addresses: Array, active: Array | None, size: int) -> Array:
         """Load for each lane (or, with one column, each wave); see `Memory.load`."""
         self._record(w, inst, addresses, active, size)
+        self._check_stale(w, inst, addresses, active, size)
         try:
             words = self.memory.load(addresses, active, size)
         except AccessError as error:
@@ -152,6 +186,8 @@ class Accesses:
         except AccessError as error:
             flat = int(np.flatnonzero(lanes)[error.flat])
             raise self._access_error(error, inst, w, flat, LANES) from None
+        if self.stale is not None:
+            self.stale.store(addresses[lanes], self._workgroups(w, lanes), size)
         self.bytes["vmem_bytes_stored"] += (
             int(np.count_nonzero(lanes)) * size * (self.copies if self.copies == 2 else 1)
         )

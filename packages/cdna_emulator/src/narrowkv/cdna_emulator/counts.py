@@ -67,14 +67,14 @@ class DynamicCounts:
         return DynamicCounts(mfma={k: v / n for k, v in self.mfma.items()}, workgroups=1, **means)
 
 
-def classify(inst: Instruction) -> dict[str, float]:
+def classify(inst: Instruction) -> dict[str, int]:
     """What one execution of an instruction adds to the integer fields; the caller counts ``mfma``."""
     name = inst.name
     shape = mfma_shape(inst)
     if shape is not None:
         return {"mfma_flops": shape.flops}
     if name.startswith("v_"):
-        kinds = {"valu": 1.0}
+        kinds = {"valu": 1}
         if _TRANSCENDENTAL.match(name):
             kinds["transcendental"] = 1
         if name.startswith("v_cvt_"):

@@ -78,6 +78,10 @@ class ReleaseError(HazardError):
     """A release publishes a store that may still be in flight, or does not finish before its atomic."""
 
 
+class AcquireError(HazardError):
+    """A load may return an old value: another workgroup stored there since its cache was invalidated."""
+
+
 class DeadlockError(EmulatorError):
     """The instruction limit was reached: waves wait for each other, or a loop does not end."""
 

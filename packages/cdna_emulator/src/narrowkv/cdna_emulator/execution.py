@@ -22,6 +22,7 @@ from .pending_lds import PendingLds
 from .program import Block, Program
 from .races import RaceDetector
 from .recorder import Recorder
+from .stale_reads import StaleReads
 from .state import EXEC, LANES, POISON, POISON_COPY, SGPR_PAIRS, VCC, Array, Waves
 
 _QUANTUM = (
@@ -54,6 +55,7 @@ class Execution(Accesses):
         copies: 2 to track uninitialised values, else 1.
         detect_races: watch LDS.
         hazards: the rules of waiting, or None; it needs ``detect_races``.
+        stale: finds loads that lack an acquire, or None.
         recorder: called for blocks and accesses; it needs one workgroup, one copy and turns.
         turns: run wave 0 of all workgroups up to a barrier, then wave 1, and so on.
         limit: blocks that may run before the batch is considered to hang.
@@ -62,7 +64,7 @@ class Execution(Accesses):
     def __init__(
         self, program: Program, memory: Memory, kernarg: int, dispatch: int, grid: tuple[int, int, int],
         workgroups: list[tuple[int, int, int]], *, copies: int, detect_races: bool, turns: bool, limit: int,
-        hazards: HazardModel | None = None, recorder: Recorder | None = None,
+        hazards: HazardModel | None = None, stale: StaleReads | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.program, self.memory, self.copies, self.limit = program, memory, copies, limit
         self.workgroups = workgroups
@@ -87,6 +89,8 @@ class Execution(Accesses):
         self.pending = None
         if hazards is not None and self.races is not None:
             self.pending = PendingLds(hazards, self.races, self.warps, count, len(self.lds))
+        self.stale = stale
+        self.numbers = np.array([] if stale is None else [stale.numbers[w] for w in workgroups], np.int64)
         self.recorder = recorder
         self.bytes = Counter()
         self.block_counts = [0] * len(program.blocks)

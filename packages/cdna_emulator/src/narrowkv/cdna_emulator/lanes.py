@@ -133,6 +133,8 @@ def bind_dpp(inst: Instruction, op: Op, texts: tuple[str, ...], program: Program
     itemsize = DTYPES[op.result]().itemsize
     if itemsize > 4:
         raise unknown(inst, program, "64-bit DPP")
+    if (clamp or omod != 1.0) and op.result[0] != "f":
+        raise unknown(inst, program, f"an output modifier on {inst.name} with DPP")
 
     def step(w: Waves) -> None:
         valid = exists if w.full else exists & w.exec_mask[:, lanes]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from .memory import Memory
 from .profile import Profile, profile
 from .program import Program
 from .recorder import Recorder
+from .stale_reads import StaleReads
 from .state import Array
 
 # Workgroups that run together by default, by measurement: see the README.
@@ -157,13 +160,14 @@ def run(
         chosen = [chosen[k] for k in sample]
     copies = 1 if check_uninitialised is False else 2
     hazards = hazard_model(program) if detect_hazards else None
+    stale = StaleReads(own, chosen) if detect_hazards else None
     with np.errstate(all="ignore"):
         for first in range(0, len(chosen), batch_workgroups):
             batch = chosen[first : first + batch_workgroups]
             execution = Execution(
                 program, own, kernarg, dispatch, extent, batch, copies=copies,
                 detect_races=detect_races or detect_hazards, turns=wave_order == "turns", limit=max_blocks,
-                hazards=hazards,
+                hazards=hazards, stale=stale,
             )  # fmt: skip
             _finish(execution)
             runs = [times / copies for times in execution.block_counts]
@@ -284,13 +288,27 @@ def _counts(
     """Counts of some workgroups, from the number of times each block ran and the bytes moved."""
     totals: dict[str, Any] = {}
     mfma: dict[str, float] = {}
-    for block, runs in zip(program.blocks, block_counts, strict=True):
+    for (amounts, matrices), runs in zip(_block_amounts(program), block_counts, strict=True):
         if not runs:
             continue
-        for inst in block.instructions:
-            totals["wave_instructions"] = totals.get("wave_instructions", 0) + runs
-            for kind, amount in classify(inst).items():
-                totals[kind] = totals.get(kind, 0) + amount * runs
-            if inst.name.startswith("v_mfma_"):
-                mfma[inst.name] = mfma.get(inst.name, 0) + runs
+        for total, part in ((totals, amounts), (mfma, matrices)):
+            for kind, amount in part.items():
+                total[kind] = total.get(kind, 0) + amount * runs
     return DynamicCounts(mfma=mfma, workgroups=workgroups, **totals, **moved)
+
+
+_amounts: WeakKeyDictionary[Program, list[tuple[Counter[str], Counter[str]]]] = WeakKeyDictionary()
+
+
+def _block_amounts(program: Program) -> list[tuple[Counter[str], Counter[str]]]:
+    """What one execution of each block adds to the counts, and its matrix instructions by mnemonic."""
+    known = _amounts.get(program)
+    if known is None:
+        known = _amounts[program] = []
+        for block in program.blocks:
+            amounts: Counter[str] = Counter(wave_instructions=len(block.instructions))
+            for inst in block.instructions:
+                amounts.update(classify(inst))
+            names = (inst.name for inst in block.instructions if inst.name.startswith("v_mfma_"))
+            known.append((amounts, Counter(names)))
+    return known

@@ -198,6 +198,8 @@ def write_scalar(operand: Operand, kind: str) -> Callable[[Waves, Array], None]:
 def bind_scalar(inst: Instruction, program: Program) -> Step | None:
     """The step of a scalar instruction that is no branch, or None if it is not one."""
     name = inst.name
+    if name == "buffer_inv" and "sc1" in inst.text:
+        return lambda w: w.execution.invalidate(w)
     if name in NO_EFFECT:
         return lambda w: None
     if name.startswith("s_load_dword"):

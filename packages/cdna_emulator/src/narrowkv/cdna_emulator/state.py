@@ -50,6 +50,9 @@ class Machine(Protocol):
     def scratch_base(self, w: Waves) -> Array:
         """Address of each lane's private segment, ``[n, 64]``."""
 
+    def invalidate(self, w: Waves) -> None:
+        """Note that the caches which these waves read through were invalidated."""
+
     def load(self, w: Waves, inst: Instruction, addresses: Array, active: Array | None, size: int) -> Array:
         """Loads for each lane, or, with one column, for each wave."""
 

@@ -93,6 +93,8 @@ def _bind_plain(inst: Instruction, op: Op, program: Program) -> Step:
     clamp, omod = "clamp" in inst.modifiers, output_modifier(inst)
     read = readers(inst, op, program, texts)
     operand, write = destination(inst, op, program)
+    if omod != 1.0 and op.result[0] != "f":
+        raise unknown(inst, program, f"omod on {inst.name}")
     if clamp and op.result[0] in "iu":
         return _bind_saturating(inst, op, read, write, program)
     if clamp or omod != 1.0:

@@ -77,7 +77,8 @@ def choose_config(
         # Model (`narrowkv inspect model --family "Sage, int8"`), the loop's TOP/s plain, with keys loaded a
         # tile ahead, and with two stages as well. gfx942: int8 783, 916, 960 (iterative-ilp 987), FP8 703,
         # 974, 1018 (1027). gfx950: int8 1356, 1419, 1556 (1480), FP8 1024, 1587, 1470. Two stages spill with
-        # smoothed queries, under Triton 3.8, and on gfx950 beside windows and with int4; without keys ahead
+        # smoothed queries, and on gfx950 beside windows and with int4; under Triton 3.8 some calls on gfx950,
+        # and causal ones on gfx942 put 45 to 77 scalars into lanes, outside the hot loop; without keys ahead
         # they halve gfx942's rate by LDS bank conflicts.
         if target.native_fp8 is None:
             # gfx90a: int8 products, and FP8 widened. With keys loaded ahead, or at two waves a SIMD, FP8

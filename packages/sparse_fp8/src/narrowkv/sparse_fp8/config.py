@@ -169,7 +169,9 @@ def _cdna_tiles(target: Target, kernel: str, num_heads: int) -> _Tiles:
     """
     heads = min(64, num_heads)
     fp8, gfx950 = kernel == "fused", target.name == "gfx950"
-    attrs = f"amdgpu-sched-strategy={'max-ilp' if fp8 else 'iterative-ilp'}"
+    attrs: str | None = f"amdgpu-sched-strategy={'max-ilp' if fp8 else 'iterative-ilp'}"
+    if gfx950 and fp8 and TRITON < (3, 9):
+        attrs = None  # with Triton 3.8 max-ilp moves a spilled scalar in the loop; without, model TFLOP/s 595
     options = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=attrs)
     return _Tiles(heads, 64 if gfx950 else 32, options, stages=2 if gfx950 else 1)
 
@@ -250,8 +252,6 @@ def specialised_config(
     """
     fine_scales = any(layout.group < 64 for layout in layouts)
     if target.name in ("gfx942", "gfx950") and num_heads >= 32:
-        if target.name == "gfx950" and kernel == "fused" and TRITON < (3, 9):
-            return None  # Triton 3.8 spills vector registers
         return _config(kernel, _cdna_tiles(target, kernel, num_heads), fp8_qk=False, family="cdna")
     if target.name != "sm90" or target.figures is None:
         return None

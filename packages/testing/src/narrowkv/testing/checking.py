@@ -7,25 +7,24 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs, relative_l1
 from narrowkv.runtime.launch import executing
 from narrowkv.testing.cases import Case, Inputs, Results
-from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.operations import cases_of
 from narrowkv.testing.places import find_place
 from narrowkv.testing.samples import sample
 
 __all__ = [
     "CaseResult",
     "CaseTask",
-    "SageResult",
     "Sample",
     "SampleResult",
     "check",
-    "check_sage",
     "check_sample",
     "run_case",
     "run_task",
@@ -166,47 +165,6 @@ def check_sample(target: str, inputs: Inputs, call: Callable[[], torch.Tensor], 
 
 
 @dataclass(frozen=True)
-class SageResult:
-    """How a case went.
-
-    Attributes:
-        place: where it ran.
-        total: of `o` against attention that quantises nothing; None if the call broke.
-        kernel_l1: relative L1 of `o` against fp32 over the stored numbers.
-        lse_error: largest difference of `lse` from that.
-        passed: kernel error and lse within their bounds and, where there are published figures, no worse.
-        detail: why not.
-    """
-
-    place: str = ""
-    total: ErrorReport | None = None
-    kernel_l1: float = float("nan")
-    lse_error: float = float("nan")
-    passed: bool = False
-    detail: str = ""
-
-
-def check_sage(
-    case: SageCase, device: str = "cpu", context: Callable[[], AbstractContextManager[object]] = nullcontext
-) -> SageResult:
-    """Runs a case of Sage attention, and compares it with both references and with the published figures."""
-    call = case.inputs(device)
-    with context():
-        o, lse = call.call()
-        expected, expected_lse = call.reference()
-    kernel, total, lse_error = compare(o, expected), compare(o, call.exact()), max_abs(lse, expected_lse)
-    problems = []
-    if not kernel.passes(relative_l1=case.bound):
-        problems.append(f"kernel error {kernel} (bound {case.bound:g})")
-    if not lse_error <= (bound := call.lse_bound()):
-        problems.append(f"lse differs by {lse_error:.3g} (bound {bound:.3g})")
-    goal = case.published
-    if goal is not None and not total.passes(cosine=goal[0], relative_l1=goal[1]):
-        problems.append(f"{total} is worse than published (cosine {goal[0]}, relative L1 {goal[1]})")
-    return SageResult("", total, kernel.relative_l1, lse_error, not problems, "; ".join(problems))
-
-
-@dataclass(frozen=True)
 class CaseTask:
     """A case, where to run it, and what an emulated place watches."""
 
@@ -216,16 +174,15 @@ class CaseTask:
     detect_hazards: bool = False
 
 
-def run_task(task: CaseTask) -> CaseResult | SageResult:
-    """Runs one case; what goes wrong, a race too, is its result."""
-    is_sage = isinstance(task.case, SageCase)
+def run_task(task: CaseTask) -> Any:
+    """Runs one case; what goes wrong, a race too, is its result, of the class that its check gives."""
+    cases = cases_of(task.case)
     try:
         place = find_place(task.place, detect_races=task.detect_races, detect_hazards=task.detect_hazards)
-        run: Callable[..., CaseResult | SageResult] = check_sage if is_sage else run_case
-        return replace(run(task.case, place.device, place.context), place=task.place)
+        return replace((cases.check or run_case)(task.case, place.device, place.context), place=task.place)
     except Exception as error:
         lines = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {lines[0] if lines else ''}"
-        if is_sage:
-            return SageResult(task.place, detail=why)
+        if cases.failed is not None:
+            return cases.failed(task.place, why)
         return CaseResult(str(task.case), None, math.nan, False, why, place=task.place)

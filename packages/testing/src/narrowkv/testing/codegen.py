@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from narrowkv.runtime.launch import compile_for
 from narrowkv.testing.cases import Case
-from narrowkv.testing.cases.sage import SageCall
 from narrowkv.testing.roofline import matrix_share
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def compile_case(case: Case, target: str) -> CallCode:
     inputs = case.inputs()
     artifacts = compile_call(target, inputs.call)
     plan = ""
-    if isinstance(inputs, SageCall):
+    if explain := getattr(inputs, "explain", None):
         with compile_for(target):
-            plan = inputs.explain()
+            plan = explain()
     return CallCode(target, tuple(map(KernelCode.of, artifacts)), plan)

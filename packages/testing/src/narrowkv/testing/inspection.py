@@ -1,4 +1,4 @@
-"""What a decode call compiles to for a target, and a roofline of its loop.
+"""What a call compiles to for a target, and a roofline of its loop, where `Cases.tile_bytes` is known.
 
 The roofline counts what a few workgroups of the very artifact execute in the emulator; where that cannot be,
 it counts the text of the loop and says why.
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowkv.cdna_emulator import EmulatorError, Loop
-from narrowkv.runtime.launch import compile_for, executing
+from narrowkv.runtime.launch import executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
 from narrowkv.runtime.targets import Target, get_target
-from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
+from narrowkv.testing.cases import Case
 from narrowkv.testing.codegen import KernelCode, compile_call
 from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.operations import cases_of
 from narrowkv.testing.records import number
 from narrowkv.testing.roofline import Roofline, roofline
 from narrowkv.testing.samples import a_few
@@ -62,7 +63,7 @@ class Emulated:
 
 @dataclass(frozen=True)
 class Inspection:
-    """One decode call compiled for one target.
+    """One call compiled for one target.
 
     Attributes:
         target: the target.
@@ -100,17 +101,6 @@ class Inspection:
         for name in ("model", "whole_model"):
             body[name] = None if body[name] is None else body[name].as_dict()
         return body
-
-
-def tile_bytes(inputs: DecodeInputs, target: str) -> tuple[float, str]:
-    """HBM bytes of one pass of the hot loop by one workgroup, and the plan in words."""
-    with compile_for(target):
-        plan = inputs.plan()
-    cache, config, shape = inputs.cache, plan.config, plan.shape
-    row_bytes = cache.bytes_per_token() / cache.num_kv_heads
-    row_blocks = -(-shape.q_len * shape.gqa_ratio // config.block_m)
-    # Row blocks of one KV head read the same keys: HBM gives them once, a cache the other times.
-    return config.block_n * row_bytes / row_blocks, plan.explain()
 
 
 def _run_a_few(target: str, call: Callable[[], object]) -> tuple[list[CompiledArtifact], list[Run], str]:
@@ -153,25 +143,25 @@ def models(
     )
 
 
-def loop_model(runs: Sequence[Run], inputs: DecodeInputs, target: str) -> dict[str, Any] | None:
-    """A roofline of decode's hot loop from what emulated workgroups executed; None if they passed none."""
+def loop_model(runs: Sequence[Run], bytes_per_pass: float, target: str) -> dict[str, Any] | None:
+    """A roofline of the hot loop from what emulated workgroups executed; None if they passed none."""
     main = max(runs, key=lambda run: run.artifact.loop.mfma)
     if main.result.profile.hot_loop is None:
         return None
-    bytes_per_pass, _ = tile_bytes(inputs, target)
     model, _, _ = models(main, main.result.profile.hot_loop, get_target(target), bytes_per_pass)
     return model.as_dict()
 
 
 def inspect_case(
-    case: DecodeCase, target: str, *, with_assembly: bool = False
+    case: Case, target: str, *, with_assembly: bool = False
 ) -> tuple[Inspection, list[CompiledArtifact]]:
-    """Compiles a decode call for a target, emulates a few of its workgroups, and models its hot loop.
+    """Compiles a call for a target, emulates a few of its workgroups, and models its hot loop.
 
     Raises:
         ValueError, TypeError: what the operation says to a call that it does not take.
     """
-    inputs = case.inputs()
+    inputs, tile_bytes = case.inputs(), cases_of(case).tile_bytes
+    assert tile_bytes is not None
     artifacts, runs, static_reason = _run_a_few(target, inputs.call)
     main = max(artifacts, key=lambda a: a.loop.mfma)
     bytes_per_pass, words = tile_bytes(inputs, target)

@@ -14,51 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowkv.testing.bench.comparison import compare
-from narrowkv.testing.cases import Case
-from narrowkv.testing.cases.decode import DecodeCase
-from narrowkv.testing.cases.prefill import PrefillCase
-from narrowkv.testing.cases.sparse import SparseCase
-from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.machine import versions
-from narrowkv.testing.places import AMD_TARGETS
+from narrowkv.testing.operations import OPERATIONS
+from narrowkv.testing.words import AMD_TARGETS
 
 __all__ = ["Step", "commands", "report_document", "run_step", "run_steps"]
 
-BENCHES = {
-    "decode": "--batch 1,64 --context 8192 --page-size 16",
-    "prefill": "--new 1024,4096 --prefix 0,4096 --heads 96/8 --format fp8_e4m3fn",
-    "sparse": "--tokens 4096 --heads 64,128 --topk 2048 --mode bf16,fused",
-    "sage": "--context 16384 --granularity per_thread",
-}
-"""The main rows of each bench."""
-REHEARSED = {
-    "decode": "--batch 64 --context 8192 --page-size 16 --format fp8_e4m3fn",
-    "prefill": "--new 1024 --prefix 4096 --heads 96/8 --format fp8_e4m3fn",
-}
-QUICK = {
-    "decode": "--batch 2 --context 64 --page-size 16 --num-kv-heads 1 --format fp8_e4m3fn",
-    "prefill": "--new 32 --prefix 32 --heads 12/1 --format fp8_e4m3fn",
-    "sparse": "--tokens 4 --heads 64 --topk 64 --pool 256 --mode bf16,fused",
-    "sage": "--batch 1 --context 128 --heads 2 --granularity per_thread",
-}
-"""Rows that only show whether everything runs."""
-CASES: dict[str, tuple[Case, ...]] = {
-    "decode": (
-        DecodeCase(lens=(70, 5), clean=True),
-        DecodeCase(lens=(33,), format="bf16"),
-        DecodeCase(lens=(300, 37, 1), split="per_sequence", sinks=True),
-    ),
-    "prefill": (
-        PrefillCase(kernel="dense"),
-        PrefillCase(kernel="fused", format="bf16"),
-        PrefillCase(operation="append"),
-    ),
-    "sparse": (
-        SparseCase(prefix_lens=(37, 0), sink=True),
-        SparseCase(mode="decode", prefix_lens=(37,)),
-    ),
-}
-"""The validated cases of each operation; a rehearsal has the first."""
 _LINES = 12  # shown of the output of a command that failed
 
 
@@ -89,14 +50,14 @@ def commands(target: str | None, *, quick: bool = False) -> list[str]:
         quick: with the smallest sizes, to see in a minute whether everything runs.
     """
     place = "gpu" if target else AMD_TARGETS[0]
-    cases = {name: some if target else some[:1] for name, some in CASES.items()}
-    benches = QUICK if quick else BENCHES if target else REHEARSED
-    contracts = CONTRACT_SETS["batch-prefill" if quick else "glm-gqa12"]
-    found = [f"probe {contracts.name} --on {place}"] if target else []
-    found += [
-        f"validate {name} --on {place} {' '.join(f'--case {case}' for case in some)}"
-        for name, some in cases.items()
-    ]
+    found = [f"probe {'batch-prefill' if quick else 'glm-gqa12'} --on {place}"] if target else []
+    benches = {}
+    for name, operation in OPERATIONS.items():
+        lines = operation.report
+        if cases := lines.cases if target else lines.cases[:1]:
+            found.append(f"validate {name} --on {place} {' '.join(f'--case {case}' for case in cases)}")
+        if rows := lines.quick if quick else lines.measured if target else lines.rehearsed:
+            benches[name] = rows
     if target:
         found += [f"bench {name} {rows} --samples 20" for name, rows in benches.items()]
     if target is None or target in AMD_TARGETS:

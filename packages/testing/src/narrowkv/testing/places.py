@@ -12,10 +12,9 @@ import torch
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.targets import Target, device_target
+from narrowkv.testing.words import AMD_TARGETS
 
-__all__ = ["Place", "find_place"]
-
-AMD_TARGETS = ("gfx942", "gfx950")
+__all__ = ["AMD_TARGETS", "PLACES", "Place", "find_place"]
 
 
 @dataclass(frozen=True)

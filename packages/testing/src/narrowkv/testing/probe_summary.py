@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from narrowkv.testing.backends import OURS
 from narrowkv.testing.checking import Sample
-from narrowkv.testing.contracts import APPEND, DECODE, PREFILL, Contract
+from narrowkv.testing.contracts import Contract
+from narrowkv.testing.operations import operation_of
 from narrowkv.testing.probing import FAIL, INEXACT, NOT_RUN, PASS, REFUSED, SKIPPED, STATUSES, ProbeRun
 from narrowkv.testing.records import number
 
@@ -102,7 +103,7 @@ def capacity(seen: ProbeRun) -> list[str]:
             sizes[seen.contracts.contracts[index].cache] = answer.kv_bytes_per_token
     order = dict.fromkeys(c.cache for c in seen.contracts.contracts)
     shape = seen.contracts.shape
-    paged = all(c.operation in (DECODE, PREFILL, APPEND) for c in seen.contracts.contracts)
+    paged = all(operation_of(c.operation).is_paged for c in seen.contracts.contracts)
     bf16 = sizes.get("bf16", 4.0 * shape.num_kv_heads * shape.head_dim if paged else None)
     parts = []
     for name in (name for name in order if name in sizes):

@@ -12,11 +12,11 @@ import torch
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import OURS, PEERS, Backend, NotAnsweringError
 from narrowkv.testing.bench.timing import GraphTimer
-from narrowkv.testing.cases.decode import DecodeInputs
 from narrowkv.testing.checking import Sample, check_sample
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call
-from narrowkv.testing.contracts import DECODE, Contract, ContractSet, Shape, contract_case
+from narrowkv.testing.contracts import Contract, ContractSet, Shape
 from narrowkv.testing.inspection import loop_model
+from narrowkv.testing.operations import contract_case, operation_of
 from narrowkv.testing.places import AMD_TARGETS, Place, find_place
 
 __all__ = ["Answer", "Compiled", "Outcome", "ProbeRun", "ProbeTasks", "Task", "run_task"]
@@ -151,8 +151,9 @@ def _compile(contract: Contract, shape: Shape, target: str, emulate: bool) -> Ou
         inputs.bytes_per_token(),
         sample=found.sample,
     )
-    # A roofline of decode's hot loop from the instructions that its sample executed.
-    model = loop_model(found.runs, inputs, target) if isinstance(inputs, DecodeInputs) else None
+    # A roofline of the hot loop from the instructions that its sample executed.
+    tile_bytes = operation_of(contract.operation).cases.tile_bytes
+    model = None if tile_bytes is None else loop_model(found.runs, tile_bytes(inputs, target)[0], target)
     return Outcome((answer,), replace(compiled, model=model))
 
 
@@ -162,10 +163,11 @@ def _run(contract: Contract, shape: Shape, place: Place, peers: tuple[str, ...])
     except Exception as error:
         return (Answer(contract, OURS.name, place.name, FAIL, _reason(error)),)
     expected, _ = inputs.reference()
+    asked = peers if operation_of(contract.operation).has_peers else ()
     return tuple(
         _ask(backend, contract, inputs, expected, place)
         for backend in (OURS, *PEERS)
-        if backend is OURS or (backend.name in peers and contract.operation == DECODE)
+        if backend is OURS or backend.name in asked
     )
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from narrowkv.testing.backends import OURS
 from narrowkv.testing.cases import Case
-from narrowkv.testing.cases.sage import SageCase
-from narrowkv.testing.checking import CaseResult, SageResult
+from narrowkv.testing.cases.sage import SageCase, SageResult
+from narrowkv.testing.checking import CaseResult
 from narrowkv.testing.codegen import KernelCode
 from narrowkv.testing.format_errors import SETS, FormatError
-from narrowkv.testing.kinds import Kind
+from narrowkv.testing.operation import OperationEntry
 from narrowkv.testing.plot import plot_dots
 from narrowkv.testing.probing import Answer
 
@@ -36,7 +36,7 @@ def plot_answers(rows: Sequence[Answer], path: Path) -> None:
     plot_dots(dots, path, title="error against fp32", label="relative L1 error", bounds=bounds)
 
 
-def plot_cases(results: Sequence[tuple[Case, CaseResult]], kind: Kind, path: Path) -> None:
+def plot_cases(results: Sequence[tuple[Case, CaseResult]], operation: OperationEntry, path: Path) -> None:
     """Every case's error, a row for each query and cache, a colour for each place."""
     dots = sorted(
         (f"{case.kind[0]} over {case.kind[1]}", result.place, result.error.relative_l1)
@@ -44,7 +44,11 @@ def plot_cases(results: Sequence[tuple[Case, CaseResult]], kind: Kind, path: Pat
         if result.error is not None
     )
     plot_dots(
-        dots, path, title=f"{kind.operation} against fp32", label="relative L1 error", bounds=kind.bounds
+        dots,
+        path,
+        title=f"{operation.title} against fp32",
+        label="relative L1 error",
+        bounds=operation.cases.bounds,
     )
 
 

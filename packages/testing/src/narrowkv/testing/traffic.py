@@ -11,8 +11,10 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TYPE_CHECKING
 
-from narrowkv.testing.bench.large_cache import CacheSizes
+if TYPE_CHECKING:
+    from narrowkv.testing.bench.large_cache import CacheSizes
 
 __all__ = ["MODELS", "TRAFFIC", "Heads", "Step", "grid", "serving_steps"]
 
@@ -86,6 +88,8 @@ class Step:
     @property
     def cache(self) -> CacheSizes:
         """A cache of one long sequence, whose pages all sequences share out."""
+        from narrowkv.testing.bench.large_cache import CacheSizes  # not before the names of steps are known
+
         heads, tokens = self.heads, sum(self.pages) * self.page_size
         return CacheSizes(1, tokens, self.page_size, heads.num_kv_heads, heads.head_dim, self.format)
 

@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m narrowkv.virtual_gpu", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="compile the parts in C and C++ now")
-    commands.add_parser("clean", help="empty the cache folder")
+    commands.add_parser("clean", help="remove the cache folder, and the emulator's")
     commands.add_parser("chips", help="list the chips")
     watching = commands.add_parser("watch", help="what another Triton changes for a file of cases")
     add = watching.add_argument
@@ -30,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     if command == "watch":
         return _watch(options)
     if command == "clean":
-        print(f"{build.cache_folder()}: {build.clean()} bytes removed")
+        for folder, size in build.clean().items():
+            print(f"{folder}: {size} bytes removed")
     elif command == "chips":
         for chip in CHIPS.values():
             gigabytes = chip.memory_bytes >> 30

@@ -21,6 +21,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from narrowkv.cdna_emulator.compiled import building
+
 from .errors import VirtualGpuError
 
 __all__ = ["cache_folder", "clean", "hip_runtime", "torch_device"]
@@ -34,16 +36,17 @@ def cache_folder() -> Path:
     return Path(base) / "narrowkv-virtual-gpu"
 
 
-def clean() -> int:
-    """Empties the cache folder.
+def clean() -> dict[Path, int]:
+    """Removes the cache folder, and the emulator's, where its compiled engine lies.
 
     Returns:
-        The number of bytes that were removed.
+        The number of bytes that were removed with each.
     """
-    folder = cache_folder()
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    shutil.rmtree(folder, ignore_errors=True)
-    return size
+    sizes = {}
+    for folder in (cache_folder(), building.cache_folder()):
+        sizes[folder] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        shutil.rmtree(folder, ignore_errors=True)
+    return sizes
 
 
 def hip_runtime() -> Path:

@@ -25,15 +25,15 @@ def new_pool() -> tuple[int, int]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each operation on GPU tensors.
+    """Records each operation on GPU tensors, and keeps the memory of its results for the replays.
 
     It is also run, because its results give later operations shapes and addresses. What it overwrites is put
     back: a capture changes nothing that existed before.
     """
 
-    def __init__(self, steps: list[Callable[[], Any]]) -> None:
+    def __init__(self, steps: list[Callable[[], Any]], memory: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._steps = steps
+        self._steps, self._memory = steps, memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,6 +49,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         if on_device and any(map(_is_host_memory, outputs)):
             raise RuntimeError(_WAITS.format(name))
+        self._memory += [t for t in outputs if t.is_cuda]
         if any(t.is_cuda for t in [*inputs, *outputs]) and not name.startswith("aten::empty"):
             self._steps.append(lambda: _repeat(func, args, kwargs, outputs))
         return results
@@ -82,6 +83,7 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._steps: list[Callable[[], Any]] = []
+        self._memory: list[torch.Tensor] = []
         self._recorder: _Recorder | None = None
         self._pool = new_pool()
 
@@ -91,7 +93,8 @@ class Graph:
             raise RuntimeError("HIP error: a graph is already being captured")
         self._pool = pool or self._pool
         self._steps = self._runtime.capture = []
-        self._recorder = _Recorder(self._steps)
+        self._memory = []
+        self._recorder = _Recorder(self._steps, self._memory)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
@@ -111,8 +114,8 @@ class Graph:
                 step()
 
     def reset(self) -> None:
-        """Forgets what was recorded."""
-        self._steps = []
+        """Forgets what was recorded, and gives its memory back."""
+        self._steps, self._memory = [], []
 
     def pool(self) -> Any:
         """The name of its memory pool."""

@@ -56,7 +56,7 @@ def attend_to_chunk(
     d = tl.arange(0, BLOCKS.d)
     KIND: tl.constexpr = chunk.k.dtype.element_ty
     # That of the old keys, whose sums these are added to, where it is larger.
-    HEADROOM: tl.constexpr = headroom(tl.bfloat16 if tl.bfloat16 == RULES.compute else KIND)
+    HEADROOM: tl.constexpr = headroom(RULES.compute if RULES.compute.is_bf16() else KIND)
     for tile in range(begin, end):
         n = tile * BLOCKS.t + tl.arange(0, BLOCKS.t)
         inside = n < q_len
@@ -78,7 +78,7 @@ def attend_to_chunk(
         s = tl.where(keep, s, float("-inf"))
         p, m, l, correction = softmax_step(s, m, l, None, HEADROOM)
         p, clean = confine_nonfinite(p, (v,), keep, 1)
-        if HEADROOM > headroom(KIND):
+        if headroom(KIND) < HEADROOM:
             # Of such numerators float16 holds nothing: they are multiplied at 2**HEADROOM times their size.
             values = tl.dot((p * 2.0**HEADROOM).to(KIND), clean[0])
             acc = acc * correction[:, None] + values * 2.0**-HEADROOM

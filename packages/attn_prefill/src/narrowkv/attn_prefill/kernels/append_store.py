@@ -112,9 +112,10 @@ def keep_new_block(
     if K_HAS_FACTOR:
         tl.store(scratch.k_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
     if V_PER_KEY:
-        # Beside factors of old keys: P is kept in float16 in units of the largest.
-        tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32) * power)
-        power = tl.full([], 1.0, tl.float32)
+        # Powers above 1 stand beside the factors of old keys, because P is kept in float16 in units of the
+        # largest of these. Smaller powers would leave nothing of P.
+        tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32) * tl.maximum(power, 1.0))
+        power = tl.minimum(power, 1.0)
     store_value_power(scratch, power, power != 1.0, blocks)
 
 

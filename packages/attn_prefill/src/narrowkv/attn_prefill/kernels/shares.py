@@ -30,6 +30,7 @@ _MOST_SPLITS = tl.constexpr(32)
 # Key tiles of a split at least: with fewer a program spends most of its time on its start.
 _LEAST_TILES = tl.constexpr(4)
 
+
 class Share(NamedTuple):
     """What a program attends to.
 
@@ -118,6 +119,9 @@ def find_share(
         # Tiles of rows of the sequences before this one.
         counter += tl.sum(tl.where(ends - items <= item, tl.where(own, 0, tiles), 0), 0)
         items_before = tl.max(ends, 0)
+    # Through float32, exact below 2**24: Triton 3.8 fails to compile a division by the plain sum for AMD
+    # (TritonGPUCoalesce ends without a message).
+    own_tiles = own_tiles.to(tl.float32).to(tl.int32)
     seq, within = in_scalar_register(seq, NVIDIA), in_scalar_register(within, NVIDIA)
     q_start, q_len = in_scalar_register(q_start, NVIDIA), in_scalar_register(q_len, NVIDIA)
     step = tl.maximum(in_scalar_register(own_tiles, NVIDIA), 1)

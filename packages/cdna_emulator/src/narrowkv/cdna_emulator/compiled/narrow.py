@@ -103,21 +103,30 @@ def _word(code: Code, inst: Instruction) -> int:
     return code.raw(operand, "u32")
 
 
+def _scale(code: Code, inst: Instruction, position: int) -> int | None:
+    """The row with the scale of a conversion, of which the exponent counts; None if it is one."""
+    if "scalef32" not in inst.name:
+        return None
+    operand = code.operand(inst, position)
+    if operand.is_constant and constant_bits(operand, "u32") >> 23 & 255 == 127:
+        return None
+    return code.source(inst, position, "u32")
+
+
 def _decode_pair(code: Code, inst: Instruction) -> None:
     wide, narrow = inst.name.rsplit("_", 2)[-2:]
     pick = inst.bits("op_sel", 4, 0)
     row = _word(code, inst)
     byte = 0 if inst.encoding == "sdwa" else pick[0] + 2 * pick[1] if narrow == "fp4" else 2 * pick[0]
-    scaled = "scalef32" in inst.name
-    scale = code.source(inst, 2, "u32") if scaled else 0
+    scale = _scale(code, inst, 2)
     code.emit(
         f"decode_pair_{wide}",
         code.operand(inst, 0).index,
         row,
-        scale,
+        scale or 0,
         x=8 * byte,
         y=8 * byte + (4 if narrow == "fp4" else 8),
-        z=int(scaled),
+        z=int(scale is not None),
         p=format_of(small_float(narrow, code.program.target)),
     )
 
@@ -127,18 +136,17 @@ def _decode_one(code: Code, inst: Instruction) -> None:
     pick = inst.bits("op_sel", 4, 0)
     row = _word(code, inst)
     byte = 0 if inst.encoding == "sdwa" else pick[0] + 2 * pick[1]
-    scaled = "scalef32" in inst.name
-    scale = code.source(inst, 2, "u32") if scaled else 0
+    scale = _scale(code, inst, 2)
     target = code.operand(inst, 0).index
     result = code.temporary() if wide == "f16" else target
     code.emit(
         f"decode_one_{wide}",
         result,
         row,
-        scale,
+        scale or 0,
         x=8 * byte,
         y=8 * byte,
-        z=int(scaled),
+        z=int(scale is not None),
         p=format_of(small_float(narrow, code.program.target)),
     )
     if wide == "f16":
@@ -156,8 +164,7 @@ def _encode_pair(code: Code, inst: Instruction) -> None:
             half = code.raw(code.operand(inst, 1), kind, high=high)
             code.emit("bfloat_as_float" if wide == "bf16" else "half_as_float", row, half)
             pair.append(row)
-    scaled = "scalef32" in inst.name
-    scale = code.source(inst, len(pair) + 1 if wide == "f32" else 2, "u32") if scaled else 0
+    scale = _scale(code, inst, len(pair) + 1 if wide == "f32" else 2)
     pick = inst.bits("op_sel", 5, 0)
     row = code.temporary()
     code.emit(
@@ -165,9 +172,9 @@ def _encode_pair(code: Code, inst: Instruction) -> None:
         row,
         pair[0],
         pair[1],
-        scale,
+        scale or 0,
         y=4 if narrow == "fp4" else 8,
-        z=int(scaled),
+        z=int(scale is not None),
         p=format_of(small_float(narrow, code.program.target)),
     )
     where = f"BYTE_{pick[2] + 2 * pick[3]}" if narrow == "fp4" else f"WORD_{pick[len(inst.operands) - 1]}"

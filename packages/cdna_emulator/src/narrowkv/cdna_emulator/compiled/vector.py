@@ -91,8 +91,6 @@ def _plain(code: Code, inst: Instruction, base: str, op: Op) -> None:
     is_float = op.result[0] == "f"
     if clamp and not is_float:
         name = f"{inst.name}_clamp"
-        if inst.encoding == "dpp":
-            raise UntranslatableError("clamp with DPP on an integer")
     words = 2 if DTYPES[op.result]().itemsize == 8 else 1
     outputs = [f"omod_{op.result}"] * (factor != 1) + [f"clamp_{op.result}"] * (clamp and is_float)
     plan = None
@@ -144,10 +142,10 @@ def _dpp_sources(code: Code, inst: Instruction, op: Op, texts: list[int], plan: 
         operand = code.operand(inst, position)
         row = code.raw(operand, kind)
         if not rows:
-            if DTYPES[kind]().itemsize == 8:
-                raise UntranslatableError("64-bit DPP")
-            moved = code.temporary()
-            code.emit("dpp_read", moved, row, p=plan)
+            words = 2 if DTYPES[kind]().itemsize == 8 else 1
+            moved = code.temporary(words)
+            for word in range(words):
+                code.emit("dpp_read", moved + word, row + word, p=plan)
             row = moved
         rows.append(code.modified(row, operand, kind))
     return rows

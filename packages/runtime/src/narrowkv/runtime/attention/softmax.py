@@ -26,8 +26,8 @@ class SoftCap(NamedTuple):
 def headroom(dtype):
     """By how many powers of two numerators of this 16-bit type stay below 1.
 
-    bfloat16 keeps values of float32's range, whose weighted sum must not pass that range where their mean does
-    not: with numerators of at most 2**-24 it does not, up to 2**24 keys. Float16 has no room below 1 to give.
+    bfloat16 holds values of float32's range, and their weighted sum must not pass that range where their mean
+    does not. With numerators of at most 2**-24 it does not, up to 2**24 keys. Float16 has no such room.
     """
     return 24 if dtype.is_bf16() else 0
 
@@ -36,8 +36,8 @@ def headroom(dtype):
 def softmax_step(s, m, l, scale=None, HEADROOM: tl.constexpr = 0):
     """Takes one tile of logits `[M, N]` into the running maximum and the running sum `[M]`.
 
-    The state of a row is (m, l), a reference and the sum of 2**(logit - m). The reference is the largest logit
-    so far plus HEADROOM, so that numerators are at most 2**-HEADROOM; merges and results take any reference.
+    The state of a row is (m, l), a reference and the sum of 2**(logit - m). The reference is the largest
+    logit so far plus HEADROOM, so that numerators are at most 2**-HEADROOM. Merges take any reference.
 
     Args:
         s: the logits.

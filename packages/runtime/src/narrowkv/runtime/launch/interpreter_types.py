@@ -81,10 +81,10 @@ def share_types(tl: Any, interpreter: Any) -> None:
         return promoted[key]
 
     def operands(
-        self: Any, lhs: Any, rhs: Any, lhs_ptr: bool = False, rhs_ptr: bool = False, arithmetic: bool = True,
-        div_or_mod: bool = False,
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
     ) -> Any:  # fmt: skip
-        rest = lhs_ptr, rhs_ptr, arithmetic, div_or_mod
+        rest = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
         if type(lhs) is not tl.tensor:
             return check_operands(self, lhs, rhs, *rest)
         if type(rhs) is tl.tensor:

@@ -43,7 +43,8 @@ class CdnaCall(NamedTuple):
     rows lies in LDS. WORDS: the same bytes as words of two columns; VALUES: the same with V's columns in the
     order of `_columns`, which COLUMN_BITS describes: how many low bits of a column's number change places
     with how many high bits. LATE_SUM: the sum over a tile's rows is left for the end, since it takes a
-    barrier; on gfx950 Triton before 3.9 spills then where nothing is split, and otherwise where splits are.
+    barrier; on gfx950 Triton 3.8 spills over 16-bit rows then where nothing is split, and otherwise where
+    splits are.
     """
 
     NUM_HEADS: Any
@@ -104,7 +105,7 @@ def cdna_call(call: Call, config: SparseConfig, target: Target) -> CdnaCall:
         WORDS=gl.PaddedSharedLayout.with_identity_for([[256, _PADDING // 2]], [rows, 256], [1, 0]),
         VALUES=values,
         COLUMN_BITS=column_bits,
-        LATE_SUM=TRITON >= (3, 9) or not gfx950 or call.SPLIT,
+        LATE_SUM=fp8 or TRITON >= (3, 9) or not gfx950 or call.SPLIT,
     )  # fmt: skip
 
 

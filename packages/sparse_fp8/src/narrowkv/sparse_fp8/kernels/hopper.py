@@ -169,7 +169,8 @@ def _score_warps(
             scores = warpgroup_mma_wait(0, deps=[s])
             m, l = _softmax_tile(
                 scores, masked, m, l, qk_scale,
-                numerators.index(stage), corrections.index(stage), changes.index(stage), CALL.SLACK, CALL.HEADROOM,
+                numerators.index(stage), corrections.index(stage), changes.index(stage),
+                CALL.SLACK, CALL.HEADROOM,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(scored.index(stage), count=1)

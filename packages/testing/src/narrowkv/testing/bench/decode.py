@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -13,11 +14,13 @@ from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_deco
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import PEER_BOUND, PEERS, Backend, prepare_or_refuse
+from narrowkv.testing.bench.columns import Columns
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
 from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.cases.decode import BOUND, DecodeCase, DecodeInputs
 from narrowkv.testing.model import ModelExecutor, Scale
+from narrowkv.testing.operations.decode import DecodeCall, DecodeRows
 
 # Of more tokens than this a sample of the sequences is compared; NaN is looked for in all outputs.
 _CHECK_ALL_TOKENS = 2**18
@@ -117,6 +120,11 @@ class DecodeBench(Bench[DecodeSizes]):
     """
 
     name = "decode"
+    columns = Columns(
+        {"backend": "backend", "format": "format", "Q": "q"},
+        {"batch": "batch", "context": "context", "page": "page_size", "ratio": "ratio"},
+        ("backend", "format"),
+    )
 
     def __init__(
         self, *, batch_invariant: bool = False, peers: Mapping[str, Peer] | None = None, device: str = "cuda"
@@ -190,3 +198,31 @@ def _prepare(
     peer: Backend, q: torch.Tensor, cache: PagedKVCache, table: PageTable
 ) -> Callable[[], torch.Tensor]:
     return prepare_or_refuse(peer, DecodeInputs(q, cache, table))
+
+
+def make(options: DecodeRows) -> tuple[DecodeBench, list[DecodeSizes], dict[str, Any]]:
+    """The bench, its rows, and the settings that they depend on.
+
+    Raises:
+        ValueError: a context is not a multiple of a page size.
+    """
+    try:
+        rows = decode_sizes(
+            batches=options.batch, contexts=options.context, page_sizes=options.page_size,
+            ratios=options.ratio, num_kv_heads=options.num_kv_heads, head_dim=options.head_dim, q=options.q,
+            formats=options.cache_format,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f"--context, --page-size: {error}") from None
+    peers = decode_peers() if options.peers else {}
+    settings = {"peers": options.peers, "batch_invariant": options.batch_invariant}
+    return DecodeBench(batch_invariant=options.batch_invariant, peers=peers), rows, settings
+
+
+def case_of(options: DecodeCall) -> DecodeCase:
+    """The case of one call."""
+    sizes = DecodeSizes(
+        options.batch, options.context, options.page_size, options.num_kv_heads, options.ratio,
+        options.head_dim, options.q, options.cache_format,
+    )  # fmt: skip
+    return sizes.case(options.kernel)

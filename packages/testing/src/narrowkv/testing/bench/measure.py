@@ -11,6 +11,7 @@ import torch
 
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing.bench.ceilings import Ceilings
+from narrowkv.testing.bench.columns import Columns
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer, Timing
 
@@ -144,8 +145,8 @@ def _refused(row: Row, call: Call, problem: Exception) -> Row:
 
 
 def check(call: Call, sizes: Mapping[str, Any]) -> Row:
-    """The row of a call whose answer is checked and which is not timed: a rehearsal without a GPU."""
-    row = Row(dict(call.labels), dict(sizes))
+    """The row of a call whose answer is checked and which is not timed: where no GPU has device times."""
+    row = Row(dict(call.labels), dict(sizes), extra=dict.fromkeys(call.extra))
     try:
         o = call.prepare()()
     except Exception as problem:
@@ -164,12 +165,14 @@ class Bench(Generic[Shape]):
 
     Attributes:
         name: of the bench.
+        columns: of its table.
         seconds: see `GraphTimer`.
         ratio: name of the figure that compares a row with the fastest of the calls for which
             `is_baseline` holds; empty for none.
     """
 
     name: ClassVar[str]
+    columns: ClassVar[Columns] = Columns()
     seconds: ClassVar[float] = 0.5
     ratio: ClassVar[str] = ""
 
@@ -191,7 +194,9 @@ class Bench(Generic[Shape]):
 
     def rehearse(self, shape: Shape) -> tuple[Row, ...]:
         """The rows of a shape whose calls are checked and not timed."""
-        return tuple(check(call, self.sizes(shape)) for call in self.calls(shape))
+        rows = [check(call, self.sizes(shape)) for call in self.calls(shape)]
+        ratio = {self.ratio: None} if self.ratio else {}
+        return tuple(replace(row, extra={**row.extra, **ratio}) for row in rows)
 
     def measure(self, shape: Shape, ceilings: Ceilings, timer: GraphTimer) -> tuple[Row, ...]:
         """The rows of a shape."""

@@ -21,6 +21,7 @@ from narrowkv.attn_prefill import (
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import sdpa
+from narrowkv.testing.bench.columns import Columns, microseconds
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
 from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
@@ -28,6 +29,7 @@ from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.model import ModelExecutor, Scale
+from narrowkv.testing.operations.prefill import PrefillRows
 
 _CHECKED_TOKENS = 16  # at either end of the chunk
 _TRACED_TOKENS = 512  # of the chunk, by the model
@@ -95,6 +97,21 @@ class PrefillBench(Bench[PrefillSizes]):
 
     name = "prefill"
     seconds = 0.2
+    columns = Columns(
+        {"format": "format"},
+        {
+            "heads": lambda row: f"{row['num_kv_heads'] * row['ratio']}/{row['num_kv_heads']}",
+            "new": "new",
+            "prefix": "prefix",
+        },
+        ("format", "ratio"),
+        {
+            "sdpa us": microseconds("sdpa_us"),
+            "append us": microseconds("append_us"),
+            "two calls us": microseconds("two_calls_us"),
+            "decode us": microseconds("decode_us"),
+        },
+    )
 
     def __init__(self, device: str = "cuda") -> None:
         self._device = device
@@ -233,3 +250,11 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
         format=shape.cache.cache_format, scale_group=shape.cache.scale_group or None,
         scale_format=shape.cache.scale_format, num_splits=splits, clean=True,
     ).inputs().call()  # fmt: skip
+
+
+def make(options: PrefillRows) -> tuple[PrefillBench, list[PrefillSizes], dict[str, Any]]:
+    """The bench and its rows."""
+    rows = prefill_sizes(
+        options.new, options.prefix, options.heads, options.cache_format, options.head_dim, options.page_size
+    )
+    return PrefillBench(), list(rows), {}

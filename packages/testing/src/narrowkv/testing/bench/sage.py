@@ -13,11 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowkv.quant.accuracy import compare
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
+from narrowkv.testing.bench.columns import Columns, microseconds, ratio_of
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.cases.sage import BOUND, SageCase
 from narrowkv.testing.model import ModelExecutor, Scale
+from narrowkv.testing.operations.sage import SageRows
 
 _CHECKED_ROWS = 512
 _ROWS_PER_GROUP = 128  # blocks of so many queries are quantised independently of each other
@@ -74,6 +76,17 @@ class SageBench(Bench[SageSizes]):
     """
 
     name = "sage"
+    columns = Columns(
+        {
+            "backend": "backend",
+            "Q and K": "qk",
+            "granularity": "granularity",
+            "mask": lambda row: "causal" if row["causal"] else "none",
+        },
+        {"context": "context"},
+        ("backend", "qk", "granularity"),
+        {"K, V ready us": microseconds("attend_us"), "x sdpa": ratio_of("ratio_to_sdpa")},
+    )
     ratio = "ratio_to_sdpa"
 
     def __init__(self, qk: Sequence[str], granularities: Sequence[str], device: str = "cuda") -> None:
@@ -165,3 +178,13 @@ def _trace(shape: SageSizes, qk: str, granularity: str, executor: ModelExecutor)
         q_lens=(tokens,), k_lens=(tokens,), head_dim=shape.head_dim,
     )  # fmt: skip
     return case.inputs().call()
+
+
+def make(options: SageRows) -> tuple[SageBench, list[SageSizes], dict[str, Any]]:
+    """The bench, its rows, and the settings that they depend on."""
+    rows = [
+        SageSizes(batch, context, options.heads, options.head_dim, causal)
+        for batch, context, causal in product(options.batch, options.context, (False, True))
+    ]
+    settings = {"qk": options.qk, "granularity": options.granularity}
+    return SageBench(options.qk, options.granularity), rows, settings

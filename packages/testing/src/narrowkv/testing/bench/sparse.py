@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,18 +18,20 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
+from narrowkv.testing.bench.columns import Columns, ratio_of
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.cases.sparse import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCase
 from narrowkv.testing.model import ModelExecutor, Scale
+from narrowkv.testing.operations.sparse import SparseRows
 
 HEAD_DIM = 512
 _PAGE_SIZE = 64
 _CHECKED_TOKENS = 4
 _TRACED_TOKENS = 320  # by the model: so many that none is split
 _TRACED_ROWS = 512
-_WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"mode": "16bit", "layout": "bf16"}, "prepass": {"mode": "prepass"}, "fused": {},
     "fused-fp8q": {"q": "fp8"},
 }  # fmt: skip
@@ -77,6 +80,17 @@ class SparseBench(Bench[SparseSizes]):
     """
 
     name = "sparse"
+    columns = Columns(
+        {"mode": "mode"},
+        {"tokens": "tokens", "heads": "heads", "top-k": "topk"},
+        ("mode", "heads"),
+        {
+            "x bf16": ratio_of("ratio_to_bf16"),
+            "scratch MB": lambda row: (
+                "-" if row["scratch_bytes"] is None else f"{row['scratch_bytes'] / 1e6:.1f}"
+            ),
+        },
+    )
     ratio = "ratio_to_bf16"
 
     def __init__(self, modes: Sequence[str], device: str = "cuda") -> None:
@@ -154,5 +168,12 @@ def _trace(shape: SparseSizes, mode: str, executor: ModelExecutor) -> object:
     tokens, rows = min(shape.tokens, _TRACED_TOKENS), min(shape.topk, _TRACED_ROWS)
     more = shape.tokens / tokens
     executor.scale = Scale(workgroups=more, passes=shape.topk / rows, keys=more * shape.topk / rows)
-    case = SparseCase(num_qo_heads=shape.heads, prefix_lens=(rows,) * tokens, **_WAYS[mode])
+    case = SparseCase(num_qo_heads=shape.heads, prefix_lens=(rows,) * tokens, **WAYS[mode])
     return case.inputs().call()
+
+
+def make(options: SparseRows) -> tuple[SparseBench, list[SparseSizes], dict[str, Any]]:
+    """The bench, its rows, and the settings that they depend on."""
+    sizes = product(options.tokens, options.heads, options.topk)
+    rows = [SparseSizes(*each, options.pool) for each in sizes]
+    return SparseBench(options.mode), rows, {"modes": options.mode}

@@ -18,6 +18,7 @@ from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.attention.reference import attention_reference
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing.backends import PEER_BOUND, Backend, prepare_or_refuse
+from narrowkv.testing.bench.columns import Columns, ratio_of
 from narrowkv.testing.bench.large_cache import LargeCache
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.cases.decode import BOUND
@@ -150,6 +151,20 @@ class StepInputs:
         return rows, o
 
 
+def best_choices(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The automatic calls of each step, the fastest forced one, and what failed."""
+    kept: list[Mapping[str, Any]] = []
+    for _, rows in groupby(records, key=lambda row: [row[name] for name in _STEP]):
+        step = list(rows)
+        forced = [row for row in step if row["choice"] != AUTOMATIC and row["median_us"]]
+        best = min(forced, key=lambda row: row["median_us"], default=None)
+        kept += [row for row in step if row["choice"] == AUTOMATIC or row is best or row["status"] != "pass"]
+    return kept
+
+
+_SIZES = {"batch": "batch", "new": "new_tokens", "keys": "keys"}
+
+
 class TrafficBench(Bench[Step]):
     """Steps of a serving engine, by narrowkv's calls and by other implementations.
 
@@ -159,6 +174,17 @@ class TrafficBench(Bench[Step]):
     """
 
     name = "traffic"
+    columns = Columns(
+        {
+            "model": "model",
+            "traffic": "traffic",
+            "format": "format",
+            "by": lambda row: row["call"] or row["backend"],
+        },
+        _SIZES,
+        ("backend", "call", "model"),
+        {"x best peer": ratio_of("ratio_to_peer")},
+    )
     seconds = 0.2
     ratio = "ratio_to_peer"
 
@@ -223,6 +249,13 @@ class ChoicesBench(TrafficBench):
     """Narrowkv's automatic calls of a step, and every forced kernel and split of the same calls."""
 
     name = "choices"
+    columns = Columns(
+        {"model": "model", "step": "traffic", "format": "format", "call": "call", "choice": "choice"},
+        _SIZES,
+        ("call", "choice"),
+        {"x best": ratio_of("ratio_to_best")},
+        best_choices,
+    )
     seconds = 0.05
     ratio = "ratio_to_best"
 
@@ -281,14 +314,3 @@ def _automatic(inputs: StepInputs) -> Iterator[Call]:
 
 def _prepared(run: Run) -> Run:
     return run
-
-
-def best_choices(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The automatic calls of each step, the fastest forced one, and what failed."""
-    kept: list[Mapping[str, Any]] = []
-    for _, rows in groupby(records, key=lambda row: [row[name] for name in _STEP]):
-        step = list(rows)
-        forced = [row for row in step if row["choice"] != AUTOMATIC and row["median_us"]]
-        best = min(forced, key=lambda row: row["median_us"], default=None)
-        kept += [row for row in step if row["choice"] == AUTOMATIC or row is best or row["status"] != "pass"]
-    return kept

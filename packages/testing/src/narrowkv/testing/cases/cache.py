@@ -24,15 +24,25 @@ from narrowkv.quant.int_tokens import quantize_tokens_int4, quantize_tokens_int8
 from narrowkv.quant.quantize import quantize_per_group
 from narrowkv.quant.rounding import encode
 from narrowkv.testing.cases import CaseError, named, spell_case, unknown
+from narrowkv.testing.contracts import Contract, Shape
+from narrowkv.testing.words import CACHE_FORMATS
 
-__all__ = ["DESCALES", "LAYOUTS", "CacheCase", "copy_cache", "differing_bytes", "poison_from", "random_rope"]
+__all__ = [
+    "DESCALES",
+    "LAYOUTS",
+    "CacheCase",
+    "copy_cache",
+    "differing_bytes",
+    "fields_of_contract",
+    "poison_from",
+    "random_rope",
+]
 
 DESCALES = ("float", *GRANULARITIES[:-1])
 """Descale granularities of FP8 and 16-bit caches; FP4 has its scales."""
 LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised", "padded")
 """Layouts of a case: those of a cache, and "padded", which is NHD with strided heads and a storage offset."""
 
-_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", "int8", "int4")
 _I32 = torch.int32
 _STORED = ("k", "v", "k_descale", "v_descale")
 _SPARE_PAGES = 3
@@ -46,8 +56,8 @@ _NAN_BYTE = {"fp8_e4m3fn": 0x7F, "fp8_e4m3fnuz": 0x80, "fp8_e5m2": 0x7F, "int8":
 def _read_format(text: str) -> str | CacheFormat:
     k, slash, v = text.partition("/")
     for name in (k, v) if slash else (k,):
-        if name not in _FORMATS:
-            raise unknown("format", name, _FORMATS)
+        if name not in CACHE_FORMATS:
+            raise unknown("format", name, CACHE_FORMATS)
     return CacheFormat(k, v) if slash and k != v else k
 
 
@@ -332,3 +342,17 @@ def random_rope(
     """A rotary embedding of random angles, "neox" or "gptj", that rotates `rotary_dim` columns."""
     angle = torch.rand(int(positions.max()) + 2, rotary_dim // 2, generator=random) * 6
     return Rope(angle.cos().to(device), angle.sin().to(device), positions.to(device, _I32), style=style)
+
+
+def fields_of_contract(contract: Contract, shape: Shape, clean: bool) -> dict[str, Any]:
+    """Fields of a case over a paged cache for a contract: of the cache, the heads and the spread."""
+    return {
+        "num_kv_heads": shape.num_kv_heads,
+        "gqa_ratio": shape.gqa_ratio,
+        "head_dim": shape.head_dim,
+        "page_size": contract.page_size,
+        "format": contract.k if contract.k == contract.v else CacheFormat(contract.k, contract.v),
+        "scale_group": contract.scale_group or None,
+        "clean": clean,
+        "spread": 1.0,
+    }

@@ -16,12 +16,17 @@ from narrowkv.attn_decode.planning import plan_decode
 from narrowkv.attn_decode.reference import paged_decode_reference
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, pack_tree_mask
 from narrowkv.quant.formats import get_format
+from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.tracing import wide_dtype
 from narrowkv.testing.cases import each_alone, named, word_of
-from narrowkv.testing.cases.cache import DESCALES, LAYOUTS, CacheCase
+from narrowkv.testing.cases.cache import DESCALES, LAYOUTS, CacheCase, fields_of_contract
+from narrowkv.testing.contracts import BOUND_16_BIT_QUERY, Contract, Shape
+from narrowkv.testing.operation import Cases
+from narrowkv.testing.words import CACHE_FORMATS, DECODE_KERNELS
 
 __all__ = [
     "AXES",
+    "CASES",
     "GLM_GQA12",
     "K8V4",
     "TREES",
@@ -32,8 +37,7 @@ __all__ = [
     "sweep",
 ]
 
-BOUND = 0.002
-"""Bound on the relative L1 error, for any query over any cache: FP8 queries are widened exactly."""
+BOUND = BOUND_16_BIT_QUERY
 LSE_BOUND = 1e-3
 _16_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 QUERIES = {**_16_BIT, "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e4m3fnuz": torch.float8_e4m3fnuz}
@@ -70,7 +74,7 @@ class DecodeCase(CacheCase):
     logits_soft_cap: float = named(0.0, "soft_cap")
     sinks: bool = False
     split: str = named("", words=("", "none", "even", "per_sequence"))
-    kernel: str = named("", words=("", "native", "decode"))
+    kernel: str = named("", words=("", *DECODE_KERNELS))
 
     bound = BOUND
     lse_bound = LSE_BOUND
@@ -200,7 +204,6 @@ GLM_GQA12 = DecodeCase(lens=(1024,) * 4, num_kv_heads=8)
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 """Keys in FP8, values in FP4: most of FP4's capacity at a third of its error."""
 
-_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", "int8", "int4")
 # Each value alone is one case of the quick sweep; the full one mixes them at random. "k" and "v" are the two
 # sides of the field `format`.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -210,8 +213,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "layout": LAYOUTS,
     "ragged": (False, True),
     "granularity": DESCALES,
-    "k": _FORMATS,
-    "v": _FORMATS,
+    "k": CACHE_FORMATS,
+    "v": CACHE_FORMATS,
     "scale_group": (None, 16, 32),
     "scale_format": ("e8m0", "e4m3"),
     "q_dtype": tuple(QUERIES.values()),
@@ -300,3 +303,42 @@ def sweep(*, full: bool = False, seed: int = 0) -> list[DecodeCase]:
     """The cases of a sweep, each once: each value of each axis alone, and random mixtures."""
     cases = [*one_at_a_time(), *at_random(FULL_RANDOM_CASES if full else QUICK_RANDOM_CASES, seed)]
     return list(dict.fromkeys(cases))
+
+
+def of_contract(contract: Contract, shape: Shape, clean: bool) -> DecodeCase:
+    """The decode that a contract asks for."""
+    return DecodeCase(
+        lens=(shape.context,) * shape.batch, q_len=shape.q_len, q_dtype=QUERIES[contract.q],
+        **fields_of_contract(contract, shape, clean),
+    )  # fmt: skip
+
+
+def families(target: str) -> dict[str, DecodeCase]:
+    """A case of each family of kernels."""
+    traced: dict[str, Any] = {"lens": (1024,), "num_kv_heads": 1, "split": "none"}
+    return {
+        "decode, E4M3FN": DecodeCase(clean=True, **traced),
+        "decode, E4M3FNUZ": DecodeCase(format="fp8_e4m3fnuz", **traced),
+        "decode, bf16": DecodeCase(format="bf16", **traced),
+    }
+
+
+def tile_bytes(inputs: DecodeInputs, target: str) -> tuple[float, str]:
+    """HBM bytes of one pass of the hot loop by one workgroup, and the plan in words."""
+    with compile_for(target):
+        plan = inputs.plan()
+    cache, config, shape = inputs.cache, plan.config, plan.shape
+    row_bytes = cache.bytes_per_token() / cache.num_kv_heads
+    row_blocks = -(-shape.q_len * shape.gqa_ratio // config.block_m)
+    # Row blocks of one KV head read the same keys: HBM gives them once, a cache the other times.
+    return config.block_n * row_bytes / row_blocks, plan.explain()
+
+
+CASES = Cases(
+    case=DecodeCase,
+    bounds={"relative_l1": BOUND},
+    sweep=lambda target, full, seed: sweep(full=full, seed=seed),
+    of_contract=of_contract,
+    families=families,
+    tile_bytes=tile_bytes,
+)

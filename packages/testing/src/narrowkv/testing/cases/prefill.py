@@ -15,14 +15,16 @@ from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
 from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.attn_prefill.planning import plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
-from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, append
 from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing.cases import CaseError, decode, each_alone, named, unknown, word_of
 from narrowkv.testing.cases import cache as cases
+from narrowkv.testing.contracts import BOUND_FP8_COMPUTE, Contract, Shape
+from narrowkv.testing.operation import Cases
 
-__all__ = ["PrefillCase", "PrefillInputs", "shipped", "sweep"]
+__all__ = ["CASES", "PrefillCase", "PrefillInputs", "shipped", "sweep"]
 
-BOUND_FP8_QUERY = 0.02
+BOUND_FP8_QUERY = BOUND_FP8_COMPUTE
 """Bound on the relative L1 error if P is rounded to FP8 for PV; kernel "dense" rounds it to float16."""
 BOUND_TWO_FP8_TERMS = 0.004
 """Bound if queries and P are sums of two FP8 terms, eight bits; rounding the queries changes lse."""
@@ -395,3 +397,58 @@ def shipped(target: str) -> list[PrefillCase]:
         for case in calls
         if serves(case, get_target(target))
     ]
+
+
+def of_contract(contract: Contract, shape: Shape, clean: bool) -> PrefillCase:
+    """The call that a contract asks for; `q_len` new tokens of an append follow `context` older ones."""
+    appends = contract.operation == "prefill_append"
+    length = shape.context + shape.q_len if appends else shape.context
+    return PrefillCase(
+        operation="append" if appends else "prefill", ragged=not appends, q_dtype=QUERIES[contract.q],
+        q_lens=(shape.q_len,) * shape.batch, lens=(length,) * shape.batch,
+        **cases.fields_of_contract(contract, shape, clean),
+    )  # fmt: skip
+
+
+_TRACED = PrefillCase(q_lens=(256,), lens=(1024,), num_kv_heads=1, gqa_ratio=4, clean=True)
+_APPEND_ALONE = "append to the cache"
+
+
+def _append_alone() -> None:
+    inputs = replace(_TRACED, operation="append").inputs()
+    k_new, v_new = inputs.new
+    append(inputs.cache, k_new, v_new, torch.arange(k_new.shape[0], dtype=_I32))
+
+
+def families(target: str) -> dict[str, Any]:
+    """A case of each family of kernels, and a call that only appends."""
+    fp8 = "fp8_e4m3fnuz" if target == "gfx942" else "fp8_e4m3fn"
+    return {
+        "dense prefill": replace(_TRACED, kernel="dense"),
+        "fused prefill": replace(_TRACED, kernel="fused"),
+        "prefill, FP8 queries": replace(_TRACED, kernel="fused", q_dtype=QUERIES[fp8], format=fp8),
+        "append, then attend": replace(_TRACED, operation="append", kernel="append_then_attend"),
+        "append, fused": replace(_TRACED, operation="append", kernel="fused"),
+        _APPEND_ALONE: _append_alone,
+    }
+
+
+CASES = Cases(
+    case=PrefillCase,
+    bounds={
+        "relative_l1": decode.BOUND,
+        "with Q in FP8": BOUND_FP8_QUERY,
+        "with fp8_compute": BOUND_TWO_FP8_TERMS,
+    },
+    sweep=lambda target, full, seed: sweep(target, everything=full),
+    of_contract=of_contract,
+    families=families,
+    hbm_shares={_APPEND_ALONE: 1.0},
+    shipped=shipped,
+    columns={
+        "operation": lambda case: case.operation,
+        "Q": lambda case: case.kind[0],
+        "cache": lambda case: case.format_name,
+        "head_dim": lambda case: case.head_dim,
+    },
+)

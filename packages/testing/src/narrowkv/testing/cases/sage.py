@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
+from narrowkv.quant.accuracy import ErrorReport, compare, max_abs
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.runtime.errors import check_choice
 from narrowkv.runtime.launch import InterpretExecutor, active_target, executing
@@ -17,13 +19,25 @@ from narrowkv.runtime.targets import Target
 from narrowkv.sage.api import plan_sage, sage_attention
 from narrowkv.sage.reference import sage_attention_reference, short_sum_error
 from narrowkv.testing.cases import named, spell_case
+from narrowkv.testing.contracts import BOUND_FP8_P, Contract, Shape
+from narrowkv.testing.operation import Cases
+from narrowkv.testing.words import SAGE_PRECISIONS
 
-__all__ = ["SageCall", "SageCase", "SageInputs", "one_shape", "shipped", "sweep"]
+__all__ = [
+    "CASES",
+    "SageCall",
+    "SageCase",
+    "SageInputs",
+    "SageResult",
+    "check_sage",
+    "one_shape",
+    "shipped",
+    "sweep",
+]
 
-BOUND = 0.03
-"""Of the relative L1 error: rounding P to E4M3 alone costs 0.022 on values whose average is noise."""
+BOUND = BOUND_FP8_P
 LSE_BOUND = 1e-3
-PRECISIONS = ("int8", "int4", "fp8")
+PRECISIONS = SAGE_PRECISIONS
 PUBLISHED: dict[str, tuple[float, float, float]] = {
     "per_thread": (0.9945, 0.062, 0.031),
     "per_block": (0.980, 0.149, 0.074),
@@ -288,3 +302,78 @@ def shipped() -> list[SageCase]:
         )
         for head_dim, qk, granularity in product((128, 64), PRECISIONS, SAGE_GRANULARITIES)
     ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SageResult:
+    """How a case went.
+
+    Attributes:
+        place: where it ran.
+        total: of `o` against attention that quantises nothing; None if the call broke.
+        kernel_l1: relative L1 of `o` against fp32 over the stored numbers.
+        lse_error: largest difference of `lse` from that.
+        passed: kernel error and lse within their bounds and, where there are published figures, no worse.
+        detail: why not.
+    """
+
+    place: str = ""
+    total: ErrorReport | None = None
+    kernel_l1: float = float("nan")
+    lse_error: float = float("nan")
+    passed: bool = False
+    detail: str = ""
+
+
+def check_sage(
+    case: SageCase, device: str = "cpu", context: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> SageResult:
+    """Runs a case of Sage attention, and compares it with both references and with the published figures."""
+    call = case.inputs(device)
+    with context():
+        o, lse = call.call()
+        expected, expected_lse = call.reference()
+    kernel, total, lse_error = compare(o, expected), compare(o, call.exact()), max_abs(lse, expected_lse)
+    problems = []
+    if not kernel.passes(relative_l1=case.bound):
+        problems.append(f"kernel error {kernel} (bound {case.bound:g})")
+    if not lse_error <= (bound := call.lse_bound()):
+        problems.append(f"lse differs by {lse_error:.3g} (bound {bound:.3g})")
+    goal = case.published
+    if goal is not None and not total.passes(cosine=goal[0], relative_l1=goal[1]):
+        problems.append(f"{total} is worse than published (cosine {goal[0]}, relative L1 {goal[1]})")
+    return SageResult("", total, kernel.relative_l1, lse_error, not problems, "; ".join(problems))
+
+
+def of_contract(contract: Contract, shape: Shape, clean: bool) -> SageCase:
+    """Q of a contract is what Q and K are multiplied in; causal, as in prefill."""
+    return SageCase(
+        qk_dtype="fp8" if contract.q.startswith("fp8_") else contract.q, causal="bottom_right",
+        q_lens=(shape.context,), k_lens=(shape.context,), num_kv_heads=shape.num_kv_heads,
+        gqa_ratio=shape.gqa_ratio, head_dim=shape.head_dim,
+    )  # fmt: skip
+
+
+def _attend(qk_dtype: str) -> object:
+    """A planned call on K and V that are quantised beforehand."""
+    q, k, v, *_ = SageCase.small(q_lens=(256,), k_lens=(1024,), head_dim=128, gqa_ratio=1).build()
+    plan = plan_sage(q, k, qk_dtype=qk_dtype)
+    return plan.attend(q, plan.quantize_kv(k, v))
+
+
+CASES = Cases(
+    case=SageCase,
+    bounds={"kernel_relative_l1": BOUND, "lse": LSE_BOUND},
+    sweep=lambda target, full, seed: sweep(full=full, seed=seed),
+    of_contract=of_contract,
+    families=lambda target: {"Sage, int8": partial(_attend, "int8"), "Sage, FP8": partial(_attend, "fp8")},
+    shipped=lambda target: shipped(),
+    columns={
+        "Q and K": lambda case: case.qk_dtype,
+        "granularity": lambda case: case.granularity,
+        "head_dim": lambda case: case.head_dim,
+    },
+    check=check_sage,
+    failed=lambda place, why: SageResult(place, detail=why),
+    one_shape=one_shape,
+)

@@ -16,12 +16,13 @@ from narrowkv.sparse_fp8.reference import sparse_prefill_reference
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 from narrowkv.testing.cases import each_alone, named, spell_case
+from narrowkv.testing.contracts import BOUND_FP8_COMPUTE, BOUND_SPARSE, Contract, Shape
+from narrowkv.testing.operation import Cases
 
-__all__ = ["AXES", "SparseCall", "SparseCase", "SparseInputs", "sweep"]
+__all__ = ["AXES", "CASES", "SparseCall", "SparseCase", "SparseInputs", "sweep"]
 
-BOUND_16_BIT_QUERY = 0.004
-"""Of the relative L1 error: attention keeps P in bf16, which costs up to 0.002."""
-BOUND_FP8_QK = 0.02
+BOUND_16_BIT_QUERY = BOUND_SPARSE
+BOUND_FP8_QK = BOUND_FP8_COMPUTE
 LSE_BOUND = 1e-3
 
 MODES = ("16bit", "prepass", "fused", "decode")
@@ -333,3 +334,45 @@ def shipped(*, two_sources: bool = True) -> list[SparseCase]:
     # The kernel that widens rows does not depend on the number of heads.
     cases += [replace(way, mode="prepass", num_qo_heads=64) for way in ways if way.mode == "fused"]
     return [replace(case, prefix_lens=rows, extend_lens=rows if two_sources else None) for case in cases]
+
+
+def of_contract(contract: Contract, shape: Shape, clean: bool) -> SparseCase:
+    """Queries of `q_len` tokens, each over `context` rows of a pool."""
+    fp8 = contract.k.startswith("fp8_")
+    return SparseCase(
+        mode=contract.variant or ("decode" if contract.operation == "sparse_decode" else "16bit"),
+        layout="packed584" if fp8 else contract.k,
+        prefix_lens=(shape.context,) * shape.q_len,
+        num_qo_heads=shape.num_qo_heads,
+        q="fp8" if contract.q.startswith("fp8_") else contract.q,
+        format=contract.k if fp8 else SparseCase.format,
+        page_size=contract.page_size,
+        clean=clean,
+    )
+
+
+def families(target: str) -> dict[str, SparseCase]:
+    """A case of each family of kernels; only the rows of decode are split."""
+    traced: dict[str, Any] = {"num_qo_heads": 64, "prefix_lens": (512,) * 320}
+    return {
+        "sparse, fused": SparseCase(**traced),
+        "sparse, 16-bit rows": SparseCase(mode="16bit", layout="bf16", **traced),
+        "sparse, FP8 query": SparseCase(q="fp8", **traced),
+        "sparse decode": SparseCase(mode="decode", num_qo_heads=64, prefix_lens=(512, 512)),
+    }
+
+
+CASES = Cases(
+    case=SparseCase,
+    bounds={"relative_l1": BOUND_16_BIT_QUERY, "with Q in FP8": BOUND_FP8_QK},
+    sweep=lambda target, full, seed: sweep(everything=full),
+    of_contract=of_contract,
+    families=families,
+    shipped=lambda target: shipped(),
+    columns={
+        "mode": lambda case: case.mode,
+        "Q": lambda case: case.q,
+        "rows": lambda case: case.rows + ("" if case.clean else ", foreign"),
+        "heads": lambda case: case.num_qo_heads,
+    },
+)

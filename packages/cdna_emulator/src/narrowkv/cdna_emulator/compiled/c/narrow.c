@@ -67,7 +67,11 @@ DECODE(decode_pair_f32, EACH {
   D[64 + l] = M[l] ? r1 : D[64 + l];
 })
 DECODE(decode_pair_f16, EACH { u32 r = BOTH(float_to_half(low[l]), float_to_half(high[l])); D[l] = M[l] ? r : D[l]; })
-DECODE(decode_pair_bf16, EACH { u32 r = BOTH(float_to_bfloat(low[l]), float_to_bfloat(high[l])); D[l] = M[l] ? r : D[l]; })
+DECODE(decode_pair_bf16, if (o->z) {
+  EACH { u32 r = BOTH(float_to_bfloat(low[l]), float_to_bfloat(high[l])); D[l] = M[l] ? r : D[l]; }
+} else {  // all codes are bf16 numbers
+  EACH { u32 r = as_bits(low[l]) >> 16 | (as_bits(high[l]) & 0xFFFF0000u); D[l] = M[l] ? r : D[l]; }
+})
 DECODE(decode_one_f32, EACH { u32 r = as_bits(low[l]); D[l] = M[l] ? r : D[l]; })
 // fp16 of one code, rounded once, in the low half of a temporary.
 OP(decode_one_f16) {

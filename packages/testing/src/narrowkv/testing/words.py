@@ -1,0 +1,35 @@
+"""Words that options and case lines take, known without torch, so that a misspelled one is refused at once.
+
+A test compares them with what the packages define.
+"""
+
+AMD_TARGETS = ("gfx942", "gfx950")
+PLACES = ("cpu", "gpu", *AMD_TARGETS)
+QUERY_DTYPES = ("bf16", "fp16")
+FP4 = "fp4_e2m1"
+CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", FP4, "int8", "int4")
+SCALE_GROUPS = (16, 32)
+"""Channels of FP4 that can share a scale."""
+DECODE_KERNELS = ("native", "decode")
+SPARSE_WAYS = ("bf16", "prepass", "fused", "fused-fp8q")
+"""What `bench sparse` compares: 16-bit rows, and FP8 rows in each mode."""
+SAGE_PRECISIONS = ("int8", "int4", "fp8")
+SAGE_GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread")
+COMMS = ("a2a", "ag_rs", "symm_mem")
+"""Exchanges of partial results between ranks."""
+ENGINE_CACHES = {
+    "transformers": ("bf16", "fp8_e4m3fn", "k8v4", "fp4_e2m1", "int8", "int4"),
+    "vllm": (
+        "auto", "fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "ultraquant_4bit",
+        "narrowkv_k8v4", "narrowkv_fp4",
+    ),
+    "sglang": ("auto", "fp8_e4m3"),
+}  # fmt: skip
+ACCURACY_RECIPES = (
+    "bf16", "fp8-tensor", "fp8", "fp8-offset", "k8v4", "k8v4-e4m3", "fp4", "fp4-offset", "fp4-e4m3-plain",
+    "fp4-e4m3-offset", "fp4-e4m3", "fp4-e4m3-recent", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset",
+)  # fmt: skip
+TINY_MODELS = (
+    "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny",
+    "deepseek-v4-tiny",
+)  # fmt: skip

@@ -1,0 +1,74 @@
+"""Every tile that a configuration chooses: compiled for AMD, run on a GPU, a few interpreted."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import compile_for
+from narrowkv.testing.codegen import compile_call
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _tool() -> Any:
+    spec = importlib.util.spec_from_file_location("tile_sweep", ROOT / "tools" / "tile_sweep.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TOOL = _tool()
+
+
+def _print(rows: list[Any]) -> None:
+    for row in rows:
+        print(f"{row.operation} {row.tiles}, {row.format}, head_dim {row.head_dim}: {row.error:.2g}")
+
+
+@pytest.mark.sampled(most=3)
+@pytest.mark.parametrize(("operation", "of"), list(product(TOOL.OPERATIONS, ("bf16", "FP4 by 16, E4M3"))))
+def test_a_few_tiles_are_right(operation: str, of: str) -> None:
+    rows = TOOL.measured_rows((operation, of, 64, "cpu", True))
+    assert rows
+    assert not [row for row in rows if not row.passed]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", TOOL.HEAD_DIMS)
+@pytest.mark.parametrize(("operation", "of"), list(product(TOOL.OPERATIONS, TOOL.FORMATS)))
+def test_every_tile_is_right(operation: str, of: str, head_dim: int) -> None:
+    rows = TOOL.measured_rows((operation, of, head_dim, "cuda", False))
+    _print(rows)
+    assert rows or (operation, of) == ("append", "FP8 queries")
+    assert not [row for row in rows if not row.passed]
+
+
+@pytest.mark.codegen_all
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("of", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
+@pytest.mark.parametrize("operation", TOOL.OPERATIONS)
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_every_tile_compiles(target: str, operation: str, of: str, head_dim: int) -> None:
+    """Triton 3.8.0 once had no code for kernel "split"."""
+    seen = set()
+    for case in TOOL.calls(operation, of, head_dim, False):
+        try:
+            with compile_for(target):
+                inputs = case.inputs()
+                tiles = TOOL.tiles_of(inputs.plan().config)
+        except UnsupportedError:
+            continue
+        if tiles not in seen:
+            seen.add(tiles)
+            assert compile_call(target, lambda inputs=inputs: inputs.prepare()()), case
+    assert seen

@@ -1,0 +1,186 @@
+"""Runs every tile that a configuration chooses for decode, prefill and appends, and prints each one's error.
+
+A row is an operation, its kernels with rows x keys of a tile, warps and stages, a format, a head_dim, and the
+relative L1 error against the fp32 reference. Calls are those of `SIZES` and `HEADS`; of calls that have the
+same tiles, the first runs.
+
+    python tools/tile_sweep.py --processes 14 --out tiles.md
+    python tools/tile_sweep.py --device cpu --small --formats bf16 --head-dims 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowkv.paged_cache import CacheFormat
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.checking import check
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+FORMATS: dict[str, dict[str, Any]] = {
+    **{
+        name: {"format": name}
+        for name in ("bf16", "fp16", "fp8_e4m3fn", "fp8_e5m2", "fp4_e2m1", "int8", "int4")
+    },
+    "K8V4": {"format": CacheFormat("fp8_e4m3fn", "fp4_e2m1")},
+    "FP4 by 32": {"format": "fp4_e2m1", "scale_group": 32},
+    "FP4 by 16, E4M3": {"format": "fp4_e2m1", "scale_group": 16, "scale_format": "e4m3"},
+    "FP8 queries": {"format": "fp8_e4m3fn", "q_dtype": torch.float8_e4m3fn},
+}
+OPERATIONS = ("decode", "prefill", "append")
+HEADS = ((16, 1), (8, 2), (4, 4), (2, 8), (1, 12))
+"""KV heads, and query heads of each."""
+SIZES: dict[str, list[dict[str, Any]]] = {
+    "decode": [
+        {"lens": lens, "q_len": q_len}
+        for lens, q_len in product(((900, 33), (3000,), (130,) * 64), (1, 2, 4, 8, 16))
+    ],
+    "prefill": [
+        {"q_lens": q_lens, "lens": lens}
+        for q_lens, lens in (
+            ((128,), (128,)), ((1, 40), (40, 3000)), ((400, 16), (400, 900)), ((4,) * 8, (700,) * 8),
+            ((1024,), (2048,)),
+        )
+    ],
+}  # fmt: skip
+SMALL: dict[str, list[dict[str, Any]]] = {
+    "decode": [{"lens": (70, 5)}, {"lens": (40,), "q_len": 4}],
+    "prefill": [{"q_lens": (9, 1), "lens": (70, 5)}],
+}
+KERNELS: dict[str, tuple[str, ...]] = {
+    "decode": ("",),
+    "prefill": ("", "dense", "fused", "split"),
+    "append": ("", "append_then_attend", "fused", "split"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tiles of a call and its error; `case` repeats it."""
+
+    operation: str
+    tiles: str
+    format: str
+    head_dim: int
+    error: float
+    passed: bool
+    case: str
+
+
+def calls(operation: str, of: str, head_dim: int, small: bool) -> Iterator[Any]:
+    """The cases of a group."""
+    sizes = (SMALL if small else SIZES)["prefill" if operation == "append" else operation]
+    for size, (kv, ratio), kernel in product(sizes, HEADS[2:3] if small else HEADS, KERNELS[operation]):
+        values = {**FORMATS[of], **size, "num_kv_heads": kv, "gqa_ratio": ratio, "head_dim": head_dim}
+        if operation == "decode":
+            yield DecodeCase(**values)
+        else:
+            yield PrefillCase(**values, operation=operation, kernel=kernel)
+
+
+def tiles_of(config: Any) -> str:
+    """Kernels and tiles of a configuration, of all launches that it can choose among."""
+    parts = [
+        config,
+        *getattr(config, "few", ()),
+        *(getattr(config, name, None) for name in ("otherwise", "in_turns")),
+    ]
+    return "; ".join(
+        f"{part.kernel} {part.block_m}x{part.block_n}, {part.options.num_warps} warps, "
+        f"{part.options.num_stages} stages"
+        for part in parts
+        if part is not None
+    )
+
+
+def measured_rows(group: tuple[str, str, int, str, bool]) -> list[Row]:
+    """The rows of an operation, format and head_dim."""
+    operation, of, head_dim, device, small = group
+    found: dict[str, Row] = {}
+    try:
+        cases = list(calls(operation, of, head_dim, small))
+    except ValueError:
+        return []  # no such call, as an append of FP8 queries
+    for case in cases:
+        try:
+            inputs = case.inputs(device)
+            plan = inputs.plan()
+        except (UnsupportedError, ValueError):
+            continue  # refused, with the reason
+        tiles = tiles_of(plan.config)
+        if tiles in found:
+            continue
+        try:
+            result = check(case, inputs)
+            error = float("nan") if result.error is None else result.error.relative_l1
+            found[tiles] = Row(operation, tiles, of, head_dim, error, result.passed, str(case))
+        except Exception as fault:  # an illegal access ends the process's use of the device: said in its row
+            found[tiles] = Row(operation, tiles, of, head_dim, float("nan"), False, f"{case}: {fault}"[:200])
+    return list(found.values())
+
+
+def _table(rows: list[Row]) -> str:
+    lines = ["| operation | tiles | format | head_dim | relative L1 error |", "|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: (row.operation, row.tiles, row.format, row.head_dim)):
+        mark = "" if row.passed else " WRONG"
+        lines.append(
+            f"| {row.operation} | {row.tiles} | {row.format} | {row.head_dim} | {row.error:.2g}{mark} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Prints the table; 1 if a row is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--head-dims", nargs="+", type=int, default=HEAD_DIMS)
+    parser.add_argument(
+        "--small", action="store_true", help="few and short calls, which the interpreter runs"
+    )
+    parser.add_argument("--seconds", type=float, default=220.0, help="when to stop and print what ran")
+    parser.add_argument("--out", type=Path, help="where the table goes besides standard output")
+    given = parser.parse_args()
+    groups = [
+        (operation, of, head_dim, given.device, given.small)
+        for head_dim, of, operation in product(given.head_dims, given.formats, given.operations)
+    ]
+    rows: list[Row] = []
+    end, done = time.monotonic() + given.seconds, 0
+    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
+        results = pool.imap_unordered(measured_rows, groups)
+        for _ in groups:
+            try:
+                rows += results.next(timeout=max(end - time.monotonic(), 0.1))
+            except multiprocessing.TimeoutError:
+                break
+            done += 1
+    table = _table(rows)
+    wrong = [row for row in rows if not row.passed]
+    print(table)
+    for row in wrong:
+        print(f"WRONG {row.error:.3g} {row.tiles}: {row.case}")
+    print(f"{len(rows)} tiles, {len(wrong)} wrong, {done} of {len(groups)} groups ran")
+    if given.out is not None:
+        given.out.write_text(table + "\n")
+    return 1 if wrong or done < len(groups) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
