@@ -418,14 +418,14 @@ def test_offsets_beyond_31_bits(mode, device):
 
 def test_prepass_expands_what_is_less_the_pool_or_the_named_rows(device, monkeypatch):
     sizes = []
-    right = SparsePlan._add_source
+    right = SparsePlan._expanded
 
-    def add_source(plan, values, side, source):
+    def expanded(plan, values, side, source):
         layout = right(plan, values, side, source)
         sizes.append(values["prefix_rows"])
         return layout
 
-    monkeypatch.setattr(SparsePlan, "_add_source", add_source)
+    monkeypatch.setattr(SparsePlan, "_expanded", expanded)
     agrees(W(mode="prepass", prefix_lens=(9, 2), pool_rows=256), device)
     agrees(W(mode="prepass", prefix_lens=(9, 2) * 20, pool_rows=64), device)
     assert sizes == [11, 64]

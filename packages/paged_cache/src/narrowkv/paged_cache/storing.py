@@ -32,7 +32,7 @@ class Store(NamedTuple):
         num_slots: tokens that the cache holds.
         constants: names and values of `tl.constexpr` arguments.
         kind: a number that caches with the same constants, strides and device share.
-        arguments: tensors and descales as values of a call, by name.
+        arguments: tensors, descales and the number of slots as values of a call, by name.
         spans: byte addresses of what is written, each as `byte_span` gives it.
         key_offset, key_balance: of the cache's `key_transform`, or None.
         scales: scale tensors that are read and not written, by name.
@@ -100,6 +100,13 @@ def _make_store(cache: PagedKVCache) -> Store:
     )
     metadata += (transform.offset is not None, transform.balance is not None)
     number = _kinds.setdefault((constants, metadata, cache.k.device), len(_kinds))
+    arguments = {
+        "num_slots": cache.num_pages * cache.page_size,
+        "k_offset": transform.offset,
+        "k_balance": transform.balance,
+    }
+    for side, struct in zip(STRUCTS, pointers, strict=True):
+        arguments |= named_values(side, struct)
     k, v, k_descale, v_descale = pointers
     return Store(
         k,
@@ -111,11 +118,7 @@ def _make_store(cache: PagedKVCache) -> Store:
         cache.num_pages * cache.page_size,
         constants,
         number,
-        {
-            name: value
-            for side, struct in zip(STRUCTS, pointers, strict=True)
-            for name, value in named_values(side, struct).items()
-        },
+        arguments,
         tuple(byte_span(x) for x in written_tensors(cache).values() if x.numel() and has_memory(x)),
         transform.offset,
         transform.balance,

@@ -394,7 +394,8 @@ def check_no_overlap(out_name: str, out: torch.Tensor, /, **inputs: object) -> N
 
 def with_defaults(function: str, given: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a call to `function`, with `defaults` for those not given; refuses unknown ones."""
-    for name in given:
-        if name not in defaults:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return {**defaults, **given}
+    found = {**defaults, **given}
+    if len(found) > len(defaults):
+        name = next(name for name in given if name not in defaults)
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return found

@@ -141,7 +141,8 @@ def sage_attention(
             sm_scale,
         )
         plan = _plans.keep(signature, _plan(q, k, cu_seqlens_q, cu_seqlens_k, planned, None))
-    if check_choice("backend", how["backend"], BACKENDS) == "auto":
+    backend = how["backend"]
+    if backend != "sage" and check_choice("backend", backend, BACKENDS) == "auto":
         one_dtype = q.dtype == k.dtype == check_tensor("v", v).dtype
         if not plan.why_quantised(lse=return_lse or lse is not None, one_dtype=one_dtype):
             return plan.attend_in_16_bits(q, k, v, out)

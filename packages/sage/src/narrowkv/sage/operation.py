@@ -136,7 +136,9 @@ class SagePlan(SageSettings):
         made = {}
         for name, (shape, dtype) in call.blocks.items():
             made[name] = empty(shape, dtype=dtype, device=device)
-        call.launches.run(k=k, v=v, k_starts=_contiguous(starts), scratch=scratch, **made)
+        call.launches.run(
+            k=k, v=v, k_starts=None if starts is None else _contiguous(starts), scratch=scratch, **made
+        )
         return QuantizedKV(
             launches.as_stored(made["k_codes"], self.qk_format), made["k_descale"], made.get("k_mean"),
             launches.as_stored(made["v_codes"], self.config.fp8), made["v_descale"], call.size,
@@ -190,8 +192,9 @@ class SagePlan(SageSettings):
         o, sums = _results(q, out, lse, return_lse)
         k_desc, v_desc = kv.descriptors if self.config.tma and kv.k.numel() else (None, None)
         call.launches.run(
-            q=q, out=o, lse=sums, q_starts=_contiguous(starts), scratch=self._allocate(call),
-            k_desc=k_desc, v_desc=v_desc, **kv.arguments,
+            q=q, out=o, lse=sums, q_starts=None if starts is None else _contiguous(starts),
+            scratch=self._allocate(call) if call.scratch_bytes else None, k_desc=k_desc, v_desc=v_desc,
+            **kv.arguments,
         )  # fmt: skip
         return (o, sums) if return_lse and sums is not None else o
 
@@ -243,8 +246,8 @@ class SagePlan(SageSettings):
             _check_apart(out, lse, q, self._inputs_of_run(k, q_starts))
         o, sums = _results(q, out, lse, return_lse)
         call.launches.run(
-            q=q, k=k, v=v, out=o, lse=sums, q_starts=_contiguous(q_starts), k_starts=_contiguous(k_starts),
-            scratch=self._allocate(call),
+            q=q, k=k, v=v, out=o, lse=sums, q_starts=None if q_starts is None else _contiguous(q_starts),
+            k_starts=None if k_starts is None else _contiguous(k_starts), scratch=self._allocate(call),
         )  # fmt: skip
         return (o, sums) if return_lse and sums is not None else o
 
@@ -497,8 +500,8 @@ def _results(
     return out, lse
 
 
-def _contiguous(starts: torch.Tensor | None) -> torch.Tensor | None:
-    return starts if starts is None or starts.stride(0) == 1 else contiguous_vector(starts)
+def _contiguous(starts: torch.Tensor) -> torch.Tensor:
+    return starts if starts.stride(0) == 1 else contiguous_vector(starts)
 
 
 @lru_cache(maxsize=_CACHED_PLANS)

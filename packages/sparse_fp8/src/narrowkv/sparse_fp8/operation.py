@@ -210,26 +210,41 @@ class SparsePlan(SparseSettings):
         config, splits = self._configuration(tokens, mean_rows, reads) if choice is None else choice
         programs = tokens * -(-heads // config.block_h)
         stride_t, stride_h, _ = out.stride()
-        values: dict[str, Any] = {"out": out, "lse": lse, "sink": attn_sink, "tokens": tokens}
-        values |= {"splits": splits, "programs": programs, "merged_rows": tokens * heads}
+        values: dict[str, Any] = {
+            "out": out, "lse": lse, "sink": attn_sink, "tokens": tokens, "splits": splits,
+            "programs": programs, "merged_rows": tokens * heads,
+        }  # fmt: skip
         if config.family == "hopper":
             items = programs * splits
             values |= {"items": items, "programs": min(items, compute_units_of(self.target))}
         if splits > 1 and not self._scratch:
             for name, block in _partial_blocks(splits * tokens * heads).items():
                 self._add_scratch(values, name, block)
-        stride_lt, stride_lh = (0, 0) if lse is None else lse.stride()
+        prefix_layout = extend_layout = None
+        expands = self.mode == "prepass"
+        if prefix is not None:
+            values |= prefix.arguments["prefix"]
+            prefix_layout = self._expanded(values, "prefix", prefix) if expands else prefix.layout
+        if extend is not None:
+            values |= extend.arguments["extend"]
+            extend_layout = self._expanded(values, "extend", extend) if expands else extend.layout
         far = heads * stride_h > INT32_MAX
-        layout = SparseLayout(
-            config.family, splits > 1, self._add_query(values, q, config, tokens, far),
-            None if prefix is None else self._add_source(values, "prefix", prefix),
-            None if extend is None else self._add_source(values, "extend", extend),
-            out.dtype, stride_t, stride_h, stride_lt, stride_lh,
+        if isinstance(q, torch.Tensor):
+            values["q_nope"] = q
+            token, head, _ = q.stride()
+            query: SideLayout = (token, head), far or heads * head > INT32_MAX, ""
+        else:
+            query = self._quantised_query(values, q, config, tokens, far)
+        stride_lt, stride_lh = (0, 0) if lse is None else lse.stride()
+        key = (
+            config.family, splits > 1, query, prefix_layout, extend_layout, out.dtype, stride_t, stride_h,
+            stride_lt, stride_lh,
         )  # fmt: skip
-        call = self.calls.get(layout)
+        call = self.calls.get(key)
         if call is None:
+            layout = SparseLayout(*key)
             made = prepare(self, config, layout, tuple(values), self._scratch, q, prefix, extend)
-            call = self.calls.keep(layout, made)
+            call = self.calls.keep(key, made)
         call.run(**values)
 
     def _add_scratch(self, values: dict[str, Any], name: str, block: Block) -> torch.Tensor:
@@ -239,38 +254,26 @@ class SparsePlan(SparseSettings):
             found = values[name] = torch.empty(block[0], dtype=block[1], device=self.device)
         return found
 
-    def _add_query(
-        self,
-        values: dict[str, Any],
-        q: torch.Tensor | DSV4Rows,
-        config: SparseConfig,
-        tokens: int,
-        far: bool,
+    def _quantised_query(
+        self, values: dict[str, Any], q: DSV4Rows, config: SparseConfig, tokens: int, far: bool
     ) -> SideLayout:
         """Adds the query to the values, and scratch if the kernel reads no FP8; `far`: of offsets in out."""
-        heads = self.num_qo_heads
-        if isinstance(q, torch.Tensor):
-            values["q_nope"] = q
-            token, head, _ = q.stride()
-            return (token, head), far or heads * head > INT32_MAX, ""
         values |= named_values("q", q.bound.pointers)
         if config.family == "portable" and self.mode != "prepass":
             return q.bound.format_id, far, ""
-        count = tokens * heads
+        count = tokens * self.num_qo_heads
         self._add_scratch(values, "q_expanded", ((count, self.head_dim), self.query_dtype))
         values |= {"q_rows": count, "q_stored_rows": q.num_rows}
         values["q_blocks"] = -(-count // expand_block(self.target))
         return q.bound.format_id, far, "all"
 
-    def _add_source(self, values: dict[str, Any], side: str, source: KVSource) -> SideLayout:
-        """Adds a source to the values, and scratch for its rows in 16 bits if the mode expands them.
+    def _expanded(self, values: dict[str, Any], side: str, source: KVSource) -> SideLayout:
+        """Adds scratch for a source's rows in 16 bits to the values, if they are quantised.
 
         If there are fewer indices than rows, only the rows that they name are expanded, one for each index.
         """
-        values |= source.arguments[side]
-        values[f"{side}_nnz"], values[f"{side}_rows"] = source.nnz, source.num_rows
-        if self.mode != "prepass" or not isinstance(source.rows, DSV4Rows):
-            return source.format_id, source.offsets_64_bit, ""
+        if not isinstance(source.rows, DSV4Rows):
+            return source.layout
         gather = source.nnz < source.num_rows
         count = source.nnz if gather else source.num_rows
         block = ((count, self.head_dim), self.query_dtype)

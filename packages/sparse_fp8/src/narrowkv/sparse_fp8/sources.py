@@ -9,8 +9,10 @@ Example:
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -138,12 +140,20 @@ class KVSource:
             object.__setattr__(self, name, value)
 
     @cached_property
-    def arguments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The tensors of `pointers` and `csr` as a call's values, for each side of a call."""
+    def arguments(self) -> dict[str, dict[str, Any]]:
+        """The tensors of `pointers` and `csr` and their sizes as a call's values, for each side of a call."""
         return {
-            side: named_values(side, self.pointers) | named_values(side, self.csr)
+            side: {
+                **named_values(side, self.pointers), **named_values(side, self.csr),
+                sys.intern(f"{side}_nnz"): self.nnz, sys.intern(f"{side}_rows"): self.num_rows,
+            }
             for side in ("prefix", "extend")
-        }
+        }  # fmt: skip
+
+    @cached_property
+    def layout(self) -> tuple[int, bool, str]:
+        """What the launches of a call depend on; see `narrowkv.sparse_fp8.launches.SideLayout`."""
+        return self.format_id, self.offsets_64_bit, ""
 
     @property
     def requires_grad(self) -> bool:

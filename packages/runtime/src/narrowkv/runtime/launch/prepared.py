@@ -7,6 +7,7 @@ tensors: the function reads addresses, and what Triton specialises a kernel on.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType
@@ -55,8 +56,12 @@ def named(name: str, struct: Any) -> Any:
 
 def named_values(name: str, struct: Any) -> dict[str, Any]:
     """The tensors and floats of a struct by the names that `named` gives them."""
-    fields = zip(struct._fields, struct, strict=True)
-    return {f"{name}_{field}": value for field, value in fields if isinstance(value, torch.Tensor | float)}
+    # Python finds a keyword by its address, if its string is the only one.
+    return {
+        sys.intern(f"{name}_{field}"): value
+        for field, value in zip(struct._fields, struct, strict=True)
+        if isinstance(value, torch.Tensor | float)
+    }
 
 
 class Part:
