@@ -48,7 +48,7 @@ def test_four_programs_share_a_multiprocessor_beside_fp4_values(
     attend = _decode(sm90_code, capacity, batch, format=K8V4)[0]
     assert attend.compiled.metadata.num_warps == 4
     assert attend.registers() <= 128
-    assert attend.stack_bytes() <= 8  # with Triton 3.6
+    assert attend.stack_bytes() <= 24  # with Triton 3.8.0; 8 with 3.9.0
     assert 4 * (attend.shared_bytes + 1024) <= 228 * 1024
 
 
@@ -80,7 +80,7 @@ def test_two_programs_of_128_rows_fit(sm90_code: Any) -> None:
     assert sum("HGMMA" in text for text in loop) == 12
     assert sum("WARPGROUP" in text for text in loop) <= 6
     # No key is masked in this loop.
-    assert len(loop) <= 430
+    assert len(loop) <= 460  # with Triton 3.8.0; 430 with 3.9.0
 
 
 @pytest.mark.sampled(most=1)

@@ -80,10 +80,12 @@ def test_the_pre_pass_stores_what_the_interpreted_one_does(
     for context in (run_as(target), executing(EmulateExecutor(target, detect_hazards=True))):
         with context:
             plan = plan_sage(q, k, qk_dtype=qk_dtype, q_granularity=granularity, k_granularity=granularity)
+            plan = plan.with_workspace()
             kv = plan.quantize_kv(k, v)
-            query, *_ = plan.launches.quantise_queries(q, None, kv, plan.shape, lse=False)
+            plan.attend(q, kv)
         rows = 256
         assert kv.k.shape[1] == rows
-        stored.append([kv.k, kv.k_descale, kv.k_mean, kv.v, kv.v_descale, query.ptr, query.descale])
+        stored.append([kv.k, kv.k_descale, kv.k_mean, kv.v, kv.v_descale])
+        stored[-1] += [plan._scratch[name].clone() for name in ("q_codes", "q_descale")]
     for interpreted, emulated in zip(*stored, strict=True):
         assert torch.equal(interpreted.view(torch.uint8), emulated.view(torch.uint8))

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from narrowkv.testing.machine_report import QUICK, commands
+from narrowkv.testing.machine_report import commands
+from narrowkv.testing.operations import OPERATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 # Plans, other arguments, graphs: what a GPU's launch path does and an emulated launch does not.
@@ -52,7 +53,9 @@ def test_the_report_runs_whole_on_a_virtual_gpu(tmp_path: Path) -> None:
     failed = [(step["command"], step["said"]) for step in found["steps"] if step["exit_code"] != 0]
     assert not failed
     assert done.returncode == 0, done.stderr
-    assert {row["bench"] for row in found["rows"]} == set(QUICK)
+    assert {row["bench"] for row in found["rows"]} == {
+        name for name, operation in OPERATIONS.items() if operation.report.quick
+    }
     assert {row["status"] for row in found["rows"]} == {"pass"}
     assert all(row["measured_us"] is None for row in found["rows"]), "a virtual GPU has no times"
 

@@ -60,7 +60,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class OperationEntry:
+class Operation:
     """An operation that is planned in one way; of which a class for each operation has
 
     `plan(device, **options)`: a plan from sizes alone, with its own workspace unless one is given;
@@ -120,7 +120,7 @@ def _empty_table(batch: int, pages: int, lens: str = "seq_lens") -> PageTable:
     return PageTable.from_block_table(zeros, **{lens: torch.zeros(batch, dtype=I32)}, page_size=16)
 
 
-class Decode(OperationEntry):
+class Decode(Operation):
     """`paged_decode`; sizes are lengths."""
 
     refusal = r"or a larger batch .* call plan_decode again"
@@ -158,7 +158,7 @@ class Decode(OperationEntry):
         table.page_ids.copy_(table.page_ids.clamp(0, arguments["cache"].num_pages - 1).roll(turn, 1))
 
 
-class Prefill(OperationEntry):
+class Prefill(Operation):
     """`batch_prefill`; sizes are query tokens and keys of each sequence."""
 
     refusal = "or more, got a plan for 64 of 3: call plan_prefill again"
@@ -222,7 +222,7 @@ class Append(Prefill):
         return prefill_append_reference(**arguments, return_lse=True)
 
 
-class Sage(OperationEntry):
+class Sage(Operation):
     """`sage_attention`; sizes are query tokens and keys of each sequence."""
 
     refusal = r"must have at most 2 sequences and \d+ tokens as planned, got \d"
@@ -256,7 +256,7 @@ class Sage(OperationEntry):
             arguments[name].copy_(torch.randn_like(arguments[name]))
 
 
-class Sparse(OperationEntry):
+class Sparse(Operation):
     """Sparse attention; sizes are rows of each query token."""
 
     refusal = r"as planned, got \d"
@@ -340,7 +340,7 @@ def _sparse(name: str, layout: str, mode: str, **options: Any) -> Sparse:
     return Sparse(f"sparse, {name}", case, largest, sizes, ((1,) * 7, (301,)), options)
 
 
-OPERATIONS: tuple[OperationEntry, ...] = (
+OPERATIONS: tuple[Operation, ...] = (
     _decode("decode"),
     _decode("decode, splits of 32", gqa_ratio=17, tokens_per_split=32),
     _prefill("prefill"),
@@ -393,7 +393,7 @@ def _of_a_model(capacity: int) -> Iterator[Prefill]:
 
 
 # Plans, and calls of the many sizes that reach their kernels.
-OF_MANY_SIZES: tuple[OperationEntry, ...] = (
+OF_MANY_SIZES: tuple[Operation, ...] = (
     Decode(
         "decode", DecodeCase.small(),
         DecodeShape(batch=64, q_len=1, num_qo_heads=24, num_kv_heads=2, head_dim=64, page_size=16,
@@ -426,7 +426,7 @@ def _captured_decode(batch: int, **options: Any) -> Decode:
 
 
 # Calls that are captured in a graph.
-CAPTURED: tuple[OperationEntry, ...] = (
+CAPTURED: tuple[Operation, ...] = (
     *(_captured_decode(batch, **options) for batch in (1, 3)
       for options in ({}, {"batch_invariant": True}, {"tokens_per_split": 64})),
     *(_captured_prefill(kind, fmt) for kind in (Prefill, Append) for fmt in ("fp8_e4m3fn", "bf16")),

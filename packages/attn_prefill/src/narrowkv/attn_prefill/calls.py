@@ -82,8 +82,8 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
         raise
     if call is None or validate:
         call = prepare(plan, bound, table, key, Arguments(*given))
-    if validate is None and plan.scratch_fits is not None and plan.device.type == "cpu":
-        check_bounds(replace(plan.shape, num_tokens=len(q)), page_table, starts)
+        if validate is None and plan.scratch_fits is not None and plan.device.type == "cpu":
+            check_bounds(replace(plan.shape, num_tokens=len(q)), page_table, starts)
     if bound.scales or call.q_descale is not None:
         check_scales({**bound.scales, "q_descale": q_descale}, validate)
     if out is not None or lse is not None or k_new is not None:

@@ -30,8 +30,8 @@ class AppendOptions(TypedDict, total=False):
         validate: True looks at the values of all metadata first (cu_seqlens_q, lengths, page ids, descales,
             positions, bounds of the plan), which waits for the device. None, the default, reads `q_descale`
             and descale tensors per tensor, head or sequence in the first call that has them, and again if
-            they have changed in place, and refuses lengths beyond the plan's maxima where they are on the
-            CPU; False reads nothing.
+            they have changed in place; if lengths are on the CPU, the first call of some size refuses those
+            beyond the plan's maxima. False reads nothing.
     """
 
     out_dtype: torch.dtype | None

@@ -165,13 +165,16 @@ def _cdna_tiles(target: Target, kernel: str, num_heads: int) -> _Tiles:
       4 waves 310; portable 173). Two tiles of 32 rows do not fit in LDS.
     - gfx950, 64 heads: 16-bit rows 694 with iterative-ilp (max-ilp 660; portable 265); FP8 rows 735 with
       max-ilp (without 553, iterative-ilp spills, 32 rows 595; portable 264).
+    - FP8 rows under Triton 3.8: max-ilp spills up to 32 registers on gfx942, and moves a spilled scalar in the
+      loop on gfx950, where iterative-ilp spills, too; without a strategy 595.
     - 32 heads: gfx942 370 and 312, gfx950 510 and 488. With 16 heads the portable kernel is as fast.
     """
     heads = min(64, num_heads)
     fp8, gfx950 = kernel == "fused", target.name == "gfx950"
-    attrs: str | None = f"amdgpu-sched-strategy={'max-ilp' if fp8 else 'iterative-ilp'}"
-    if gfx950 and fp8 and TRITON < (3, 9):
-        attrs = None  # with Triton 3.8 max-ilp moves a spilled scalar in the loop; without, model TFLOP/s 595
+    max_ilp = fp8 and TRITON >= (3, 9)
+    attrs: str | None = f"amdgpu-sched-strategy={'max-ilp' if max_ilp else 'iterative-ilp'}"
+    if gfx950 and fp8 and not max_ilp:
+        attrs = None
     options = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=attrs)
     return _Tiles(heads, 64 if gfx950 else 32, options, stages=2 if gfx950 else 1)
 

@@ -126,11 +126,11 @@ class RepairedBuilder(stock.InterpreterBuilder):
         """Nothing for instructions that order launches, which run in turn here; FP4 as float16."""
         if "v_cvt_scalef32_pk_f16_fp4" in asm:
             words, scale = (each.data for each in arguments[1])
-            codes = (words.astype(np.uint16)[..., None] >> (4 * np.arange(4, dtype=np.uint16))) & 15
+            codes = (words.view(np.uint32)[..., None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
             numbers = (_E2M1[codes] * scale[..., None]).astype(np.float16)
-            # Result i has the two nibbles of byte i of each pair of words.
-            pairs = np.moveaxis(numbers.reshape(*words.shape[:-1], -1, 4, 2), -2, 0)
-            results = [stock.TensorHandle(each.reshape(words.shape), tl.float16) for each in pairs]
+            # Result i has the two nibbles of byte i of each word, as one int32.
+            pairs = np.moveaxis(numbers.view(np.int32), -1, 0)
+            results = [stock.TensorHandle(np.ascontiguousarray(each), tl.int32) for each in pairs]
             return types.SimpleNamespace(get_result=lambda i: results[i])
         if not asm.startswith("griddepcontrol"):
             return super().create_inline_asm(asm, *arguments)

@@ -181,6 +181,9 @@ def _store_rows(tile, loaded, STORED: gl.constexpr, CALL: gl.constexpr):
                 )
                 words.slice(t * 32, 32, dim=1).store(((even >> 16) & 0xFFFF) | (odd & -65536))
         tile.slice(448, 64, dim=1).store(rope)
+    if not CALL.ASYNC and not CALL.UPCAST:
+        # Triton 3.8.0 places none between stores and loads in different views of a tile.
+        gl.barrier()
 
 
 @gluon.jit
