@@ -9,8 +9,8 @@ import torch
 from generated_code import both_targets
 
 from narrowkv.quant import compare, max_abs, relative_l1
-from narrowkv.runtime.launch import executing, run_as
-from narrowkv.sage import plan_sage, sage_attention_reference
+from narrowkv.runtime.launch import PreparedCall, executing, run_as
+from narrowkv.sage import launches, plan_sage, sage_attention_reference
 from narrowkv.sage.reference import narrow_p_reference
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.emulation import EmulateExecutor
@@ -81,9 +81,13 @@ def test_the_pre_pass_stores_what_the_interpreted_one_does(
         with context:
             plan = plan_sage(q, k, qk_dtype=qk_dtype, q_granularity=granularity, k_granularity=granularity)
             kv = plan.quantize_kv(k, v)
-            query, *_ = plan.launches.quantise_queries(q, None, kv, plan.shape, lse=False)
+            plan = plan.with_workspace()
+            query, _ = plan.scratch(launches.blocks_of_queries(plan, plan.shape, lse=False))
+            steps = launches.quantise_queries(plan, plan.shape, q, None, query, lse=False)
+            PreparedCall(("q",), steps).run(q=q)
         rows = 256
         assert kv.k.shape[1] == rows
-        stored.append([kv.k, kv.k_descale, kv.k_mean, kv.v, kv.v_descale, query.ptr, query.descale])
+        stored.append([kv.k, kv.k_descale, kv.k_mean, kv.v, kv.v_descale])
+        stored[-1] += [query["q_codes"], query["q_descale"]]
     for interpreted, emulated in zip(*stored, strict=True):
         assert torch.equal(interpreted.view(torch.uint8), emulated.view(torch.uint8))

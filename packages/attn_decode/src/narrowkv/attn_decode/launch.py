@@ -24,7 +24,7 @@ NAMES = (
 )  # fmt: skip
 
 
-class DecodeCall(NamedTuple):
+class PreparedDecode(NamedTuple):
     """What `DecodePlan.run` prepared for calls whose tensors have the same metadata.
 
     Attributes:

@@ -23,7 +23,7 @@ from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import Workspace, _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.attn_decode.launch import (
     NAMES,
-    DecodeCall,
+    PreparedDecode,
     allocated,
     constants_of,
     launches_of,
@@ -296,7 +296,7 @@ class DecodePlan(Plan):
         page_table: PageTable, sm_scale: float | None, q_descale: float | torch.Tensor,
         out: torch.Tensor | None, out_dtype: torch.dtype | None, logits_soft_cap: float, window_left: int,
         sinks: torch.Tensor | None, return_lse: bool, lse: torch.Tensor | None,
-    ) -> DecodeCall:  # fmt: skip
+    ) -> PreparedDecode:  # fmt: skip
         """Checks all that does not change from call to call, and prepares the launches."""
         shape = decode_shape(q, cache, page_table)
         self._check(shape, q.device, active_target(self.device))
@@ -354,7 +354,7 @@ class DecodePlan(Plan):
             lse=return_lse or lse is not None, sinks=sinks is not None,
             q_descale=isinstance(q_descale, torch.Tensor),
         )  # fmt: skip
-        return DecodeCall(
+        return PreparedDecode(
             launches=PreparedCall(NAMES, steps) if batch and programs else None,
             empty=cache.num_pages == 0 or table.max_pages == 0,
             num_bytes=block_bytes(blocks),
