@@ -208,7 +208,9 @@ def test_a_gpu_generates_what_transformers_own_attention_does():
 def test_deepseek_v4_generates_through_sparse_attention():
     own, sixteen, eight, four = try_engine("transformers", "deepseek-v4-tiny", tokens=2)
     assert own.calls == {}
-    for found, bound in ((sixteen, 0.1), (eight, 1.2), (four, 2.5)):
+    # Over 16-bit rows the attention's error is 0.0015; the tiny model's logits then differ by 0.06 to 0.12,
+    # according to which outputs are rounded up.
+    for found, bound in ((sixteen, 0.2), (eight, 1.2), (four, 2.5)):
         assert found.calls == {"sparse_decode": 2 * 3}  # a window, a layer of each kind of compressed rows
         assert 0 < found.difference < bound
     assert sixteen.tokens == own.tokens

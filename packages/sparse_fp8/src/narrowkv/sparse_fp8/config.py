@@ -165,8 +165,8 @@ def _cdna_tiles(target: Target, kernel: str, num_heads: int) -> _Tiles:
       4 waves 310; portable 173). Two tiles of 32 rows do not fit in LDS.
     - gfx950, 64 heads: 16-bit rows 694 with iterative-ilp (max-ilp 660; portable 265); FP8 rows 735 with
       max-ilp (without 553, iterative-ilp spills, 32 rows 595; portable 264).
-    - FP8 rows under Triton 3.8: max-ilp spills up to 32 registers on gfx942, and moves a spilled scalar in the
-      loop on gfx950, where iterative-ilp spills, too; without a strategy 595.
+    - FP8 rows under Triton 3.8: max-ilp spills up to 32 registers on gfx942, and moves a spilled scalar in
+      the loop on gfx950, where iterative-ilp spills, too; without a strategy 595.
     - 32 heads: gfx942 370 and 312, gfx950 510 and 488. With 16 heads the portable kernel is as fast.
     """
     heads = min(64, num_heads)
