@@ -9,8 +9,8 @@ import torch
 from generated_code import both_targets
 
 from narrowkv.quant import compare, max_abs, relative_l1
-from narrowkv.runtime.launch import PreparedCall, executing, run_as
-from narrowkv.sage import launches, plan_sage, sage_attention_reference
+from narrowkv.runtime.launch import executing, run_as
+from narrowkv.sage import plan_sage, sage_attention_reference
 from narrowkv.sage.reference import narrow_p_reference
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.emulation import EmulateExecutor
