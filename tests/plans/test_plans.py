@@ -20,7 +20,7 @@ from planned_operations import (
     ONE_EACH,
     OPERATIONS,
     Arguments,
-    OperationEntry,
+    Operation,
     mapped,
     same_bits,
     tensors_in,
@@ -50,7 +50,7 @@ def results(arguments: Arguments) -> dict[str, torch.Tensor]:
     }
 
 
-def check_results(operation: OperationEntry, found: Any, expected: Any) -> None:
+def check_results(operation: Operation, found: Any, expected: Any) -> None:
     """Compares `(o, lse)` as exactly as the operation's case allows."""
     o, lse = found
     expected_o, expected_lse = expected
@@ -64,7 +64,7 @@ def check_results(operation: OperationEntry, found: Any, expected: Any) -> None:
     assert float((lse - expected_lse)[rows].abs().max()) <= operation.case.lse_bound
 
 
-def check_call(operation: OperationEntry, plan: Any, arguments: Arguments) -> None:
+def check_call(operation: Operation, plan: Any, arguments: Arguments) -> None:
     """A planned call gives what is expected, and leaves its inputs as they must be."""
     wanted = mapped(arguments, torch.clone)
     expected = operation.expected(wanted)
@@ -82,7 +82,7 @@ def check_call(operation: OperationEntry, plan: Any, arguments: Arguments) -> No
     [pytest.param(each, marks=[pytest.mark.slow] if each.name in SLOW else []) for each in OPERATIONS],
     ids=str,
 )
-def test_one_plan_from_sizes_serves_every_smaller_call(operation: OperationEntry, device: str) -> None:
+def test_one_plan_from_sizes_serves_every_smaller_call(operation: Operation, device: str) -> None:
     """Outputs and scratch hold NaN before each call."""
     plan = operation.plan(device)
     for size in (*operation.sizes, operation.sizes[0]):
@@ -93,7 +93,7 @@ def test_one_plan_from_sizes_serves_every_smaller_call(operation: OperationEntry
 
 
 @one_of_each
-def test_a_larger_call_is_refused(operation: OperationEntry) -> None:
+def test_a_larger_call_is_refused(operation: Operation) -> None:
     plan = operation.plan()
     for size in operation.larger:
         with pytest.raises(ValueError, match=operation.refusal):
@@ -119,7 +119,7 @@ def test_plans_share_a_workspace_and_say_what_they_need(kinds: str, device: str)
 
 
 @with_a_cache
-def test_plans_and_their_copies_are_equal_only_to_themselves(operation: OperationEntry) -> None:
+def test_plans_and_their_copies_are_equal_only_to_themselves(operation: Operation) -> None:
     plan, other = (operation.plan(workspace=Workspace(2**20, "cpu")) for _ in range(2))
     assert plan != other
     assert plan != "a plan"
@@ -131,7 +131,7 @@ def test_plans_and_their_copies_are_equal_only_to_themselves(operation: Operatio
 
 
 @with_a_cache
-def test_a_plan_serves_every_layer_with_any_options(operation: OperationEntry) -> None:
+def test_a_plan_serves_every_layer_with_any_options(operation: Operation) -> None:
     plan, arguments = operation.plan(), operation.arguments(operation.sizes[0])
     cache = arguments["cache"]
     other = replace(cache, k_descale=2 * float(cache.k_descale or 1), v_descale=0.5)
@@ -143,7 +143,7 @@ def test_a_plan_serves_every_layer_with_any_options(operation: OperationEntry) -
 
 
 @one_of_each
-def test_what_is_gone_is_not_kept_by_plans(operation: OperationEntry) -> None:
+def test_what_is_gone_is_not_kept_by_plans(operation: Operation) -> None:
     plan, arguments = operation.plan(), operation.arguments(operation.sizes[1])
     for made in (plan, None):
         operation.prepare(made, arguments)()
@@ -160,7 +160,7 @@ def test_what_is_gone_is_not_kept_by_plans(operation: OperationEntry) -> None:
 
 @pytest.mark.parametrize("target", ["sm90", "gfx942", "gfx950"])
 @pytest.mark.parametrize("operation", OF_MANY_SIZES, ids=str)
-def test_every_launch_is_one_that_the_plan_lists(operation: OperationEntry, target: str) -> None:
+def test_every_launch_is_one_that_the_plan_lists(operation: Operation, target: str) -> None:
     with executing(LaunchRecorder(target)) as recorder:
         plan = operation.plan()
         for arguments in operation.calls():
@@ -177,7 +177,7 @@ def test_every_launch_is_one_that_the_plan_lists(operation: OperationEntry, targ
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("operation", [each for each in ONE_EACH if each.kind != "sparse"], ids=str)
 def test_a_planned_call_enters_few_python_functions(
-    operation: OperationEntry, given: bool, target: str
+    operation: Operation, given: bool, target: str
 ) -> None:
     """Beside the launches themselves, whose cost is the executor's."""
     arguments = operation.arguments(operation.sizes[0])
@@ -220,7 +220,7 @@ def test_a_ragged_plan_from_sizes_asks_for_lengths() -> None:
 
 @pytest.mark.parametrize("target", ["gfx942", "sm90"])
 @every_operation
-def test_a_planned_call_allocates_nothing_but_outputs(operation: OperationEntry, target: str) -> None:
+def test_a_planned_call_allocates_nothing_but_outputs(operation: Operation, target: str) -> None:
     arguments = operation.arguments(operation.sizes[0])
     with executing(LaunchRecorder(target)):
         plan = operation.plan()
@@ -243,7 +243,7 @@ def test_a_planned_call_allocates_nothing_but_outputs(operation: OperationEntry,
 @pytest.mark.parametrize(
     "operation", [each for each in OPERATIONS if each.kind in ("sage", "sparse")], ids=str
 )
-def test_nothing_is_compiled_for_the_size_of_a_call(operation: OperationEntry) -> None:
+def test_nothing_is_compiled_for_the_size_of_a_call(operation: Operation) -> None:
     """Numbers of sequences and tokens that Triton would make constants of or divide by 16."""
     with recording("gfx942") as recorder:
         plan = operation.plan()
@@ -270,7 +270,7 @@ def _overlapping(out: torch.Tensor, lse: torch.Tensor) -> dict[str, dict[str, to
 
 
 @one_of_each
-def test_results_overlap_neither_themselves_nor_each_other(operation: OperationEntry) -> None:
+def test_results_overlap_neither_themselves_nor_each_other(operation: Operation) -> None:
     arguments = operation.arguments(operation.sizes[0])
     with executing(LaunchRecorder("gfx942")) as recorder:
         call = operation.prepare(operation.plan(), arguments)
@@ -284,7 +284,7 @@ def test_results_overlap_neither_themselves_nor_each_other(operation: OperationE
 
 
 @pytest.mark.parametrize("operation", [each for each in ONE_EACH if each.kind != "sage"], ids=str)
-def test_results_do_not_overlap_an_input(operation: OperationEntry) -> None:
+def test_results_do_not_overlap_an_input(operation: Operation) -> None:
     """In a second call: the first one, whose results are apart, has the same shapes and strides."""
     arena = torch.zeros(1 << 18, dtype=torch.uint8)
     used = 0
@@ -323,7 +323,7 @@ def test_results_do_not_overlap_an_input(operation: OperationEntry) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operation", CAPTURED, ids=str)
-def test_a_captured_graph_replays_with_other_lengths_pages_and_values(operation: OperationEntry) -> None:
+def test_a_captured_graph_replays_with_other_lengths_pages_and_values(operation: Operation) -> None:
     arguments = operation.arguments(operation.sizes[0], "cuda")
     plan, given = operation.plan("cuda"), results(arguments)
 

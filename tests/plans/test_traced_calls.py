@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from planned_operations import BY_NAME, Arguments, Decode, OperationEntry, Sparse, mapped, same_bits
+from planned_operations import BY_NAME, Arguments, Decode, Operation, Sparse, mapped, same_bits
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,9 +73,9 @@ FP4: dict[str, Any] = {"format": "fp4_e2m1", "scale_group": 32}
 
 
 def like(
-    planned: str, name: str, sizes: Any, kind: type[OperationEntry] | None = None,
+    planned: str, name: str, sizes: Any, kind: type[Operation] | None = None,
     options: dict[str, Any] | None = None, **changes: Any,
-) -> OperationEntry:  # fmt: skip
+) -> Operation:  # fmt: skip
     """An operation with calls of other sizes, and of a case with some fields changed."""
     found = BY_NAME[planned]
     case = replace(found.case, **changes)
@@ -83,7 +83,7 @@ def like(
     return (kind or type(found))(name, case, found.largest, sizes, (), options)
 
 
-CALLS: tuple[OperationEntry, ...] = (
+CALLS: tuple[Operation, ...] = (
     like("decode", "paged_decode", DECODES, format="bf16"),
     like("decode", "paged_decode, FP8 queries", DECODES, q_dtype=torch.float8_e4m3fn),
     like("decode", "step, bf16", DECODES, Step, format="bf16"),
@@ -127,7 +127,7 @@ def _forget_graphs() -> None:
     torch.compiler.reset()
 
 
-def traced(operation: OperationEntry, plan: Any = None) -> Callable[..., Any]:
+def traced(operation: Operation, plan: Any = None) -> Callable[..., Any]:
     """The call as part of a larger graph: its 16-bit tensors are computed in it."""
 
     def step(arguments: Arguments, **outputs: torch.Tensor) -> Any:
@@ -140,18 +140,18 @@ def traced(operation: OperationEntry, plan: Any = None) -> Callable[..., Any]:
     return step
 
 
-def compiled(operation: OperationEntry, plan: Any = None, **options: Any) -> Callable[..., Any]:
+def compiled(operation: Operation, plan: Any = None, **options: Any) -> Callable[..., Any]:
     return torch.compile(traced(operation, plan), fullgraph=True, backend="aot_eager", **options)
 
 
-def of_queries(operation: OperationEntry, arguments: Arguments, plan: Any = None) -> Callable[..., Any]:
+def of_queries(operation: Operation, arguments: Arguments, plan: Any = None) -> Callable[..., Any]:
     """The call as a function of its queries."""
     return lambda q: operation.prepare(plan, {**arguments, "q": q})(return_lse=True)
 
 
 # The others are compiled with dynamic shapes.
 @calls(*(each.name for each in CALLS if each.name != "paged_decode" and "sage" not in each.name))
-def test_a_call_compiles_into_one_graph(operation: OperationEntry) -> None:
+def test_a_call_compiles_into_one_graph(operation: Operation) -> None:
     arguments = operation.arguments(operation.sizes[0])
     before, own = (mapped(arguments, torch.clone) for _ in range(2))
     expected = traced(operation)(own)
@@ -180,7 +180,7 @@ def test_dynamic_shapes_and_another_kind_are_told_apart(name: str, other: str) -
 
 
 @calls("step, FP8", *READERS[1:], "prefill_append, descales of tokens")
-def test_outputs_that_are_given(operation: OperationEntry) -> None:
+def test_outputs_that_are_given(operation: Operation) -> None:
     arguments = operation.arguments(operation.sizes[0])
     own = mapped(arguments, torch.clone)
     o, lse = traced(operation)(own)
@@ -195,7 +195,7 @@ def test_outputs_that_are_given(operation: OperationEntry) -> None:
 
 
 @calls(*READERS)
-def test_export_functionalisation_and_fx(operation: OperationEntry) -> None:
+def test_export_functionalisation_and_fx(operation: Operation) -> None:
     arguments = operation.arguments(operation.sizes[0])
     call, q = of_queries(operation, arguments), arguments["q"]
     expected = call(q)
@@ -220,7 +220,7 @@ def test_export_functionalisation_and_fx(operation: OperationEntry) -> None:
     "prefill_append",
     *READERS,
 )
-def test_fake_tensors(operation: OperationEntry) -> None:
+def test_fake_tensors(operation: Operation) -> None:
     arguments = operation.arguments(operation.sizes[0])
     expected = operation.prepare(None, mapped(arguments, torch.clone))(return_lse=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -251,7 +251,7 @@ class Operators(TorchDispatchMode):
     "prefill_append", "prefill_append, descales of tokens", "sage_attention", "sparse_prefill_fp8",
     "sparse_prefill_fp8, FP8 query",
 )  # fmt: skip
-def test_opcheck(operation: OperationEntry, given: bool) -> None:
+def test_opcheck(operation: Operation, given: bool) -> None:
     arguments = operation.arguments(operation.sizes[0])
     o, lse = operation.prepare(None, mapped(arguments, torch.clone))(return_lse=True)
     outputs = {"out": torch.empty_like(o), "lse": torch.empty_like(lse)} if given else {}
@@ -264,7 +264,7 @@ def test_opcheck(operation: OperationEntry, given: bool) -> None:
 
 
 @calls("step, bf16", "prefill_append", *READERS[1:])
-def test_eager_calls_do_not_meet_the_dispatcher(operation: OperationEntry) -> None:
+def test_eager_calls_do_not_meet_the_dispatcher(operation: Operation) -> None:
     arguments = operation.arguments(operation.sizes[0])
     with torch.profiler.profile() as seen, torch.inference_mode():
         operation.prepare(None, arguments)()
@@ -277,7 +277,7 @@ def test_eager_calls_do_not_meet_the_dispatcher(operation: OperationEntry) -> No
 
 
 @calls("paged_decode", "batch_prefill", "prefill_append", "sparse_decode")
-def test_a_plan_that_is_traced_is_the_one_that_runs(operation: OperationEntry) -> None:
+def test_a_plan_that_is_traced_is_the_one_that_runs(operation: Operation) -> None:
     arguments = operation.arguments(operation.sizes[0])
     own, for_graph = (mapped(arguments, torch.clone) for _ in range(2))
     plan = operation.plan()
@@ -290,7 +290,7 @@ def test_a_plan_that_is_traced_is_the_one_that_runs(operation: OperationEntry) -
 
 
 @calls("paged_decode", "batch_prefill", "prefill_append", "sparse_decode")
-def test_a_plan_that_is_gone_is_missed_by_name(operation: OperationEntry) -> None:
+def test_a_plan_that_is_gone_is_missed_by_name(operation: Operation) -> None:
     arguments = operation.arguments(operation.sizes[0])
     graph = make_fx(of_queries(operation, arguments, operation.plan()), tracing_mode="real")(arguments["q"])
     gc.collect()
