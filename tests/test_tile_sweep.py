@@ -43,12 +43,14 @@ def test_a_few_tiles_are_right(operation: str, of: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", TOOL.HEAD_DIMS)
 @pytest.mark.parametrize(("operation", "of"), list(product(TOOL.OPERATIONS, TOOL.FORMATS)))
 def test_every_tile_is_right(operation: str, of: str, head_dim: int) -> None:
     rows = TOOL.measured_rows((operation, of, head_dim, "cuda", False))
     _print(rows)
-    assert rows or (operation, of) == ("append", "FP8 queries")
+    group = TOOL.FORMATS[of].get("scale_group") or 1
+    assert rows or head_dim % group or (operation, of) == ("append", "FP8 queries")
     assert not [row for row in rows if not row.passed]
 
 

@@ -176,9 +176,7 @@ def test_every_launch_is_one_that_the_plan_lists(operation: Operation, target: s
 @pytest.mark.parametrize("target", ["gfx942", "sm90"])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("operation", [each for each in ONE_EACH if each.kind != "sparse"], ids=str)
-def test_a_planned_call_enters_few_python_functions(
-    operation: Operation, given: bool, target: str
-) -> None:
+def test_a_planned_call_enters_few_python_functions(operation: Operation, given: bool, target: str) -> None:
     """Beside the launches themselves, whose cost is the executor's."""
     arguments = operation.arguments(operation.sizes[0])
     outputs = results(arguments) if given else {}
