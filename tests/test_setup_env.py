@@ -52,7 +52,7 @@ def test_a_torch_for_rocm_that_is_too_old_or_whose_triton_is_is_refused_with_the
         SETUP["refuse_old_rocm"](Path(sys.executable))
     message = str(refused.value)
     assert named in message
-    assert f"-m pip install --upgrade 'torch>=2.11' --index-url {AMD_INDEX}" in message
+    assert f"-m pip install --upgrade 'torch[device-all]>=2.11' --index-url {AMD_INDEX}" in message
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def refuse_old_rocm(python: Path) -> None:
         return
     sys.exit(
         f"[set-up] torch {version} of {python} is for ROCm {rocm} and {fault}. Install AMD's first:\n"
-        f"  {python} -m pip install --upgrade 'torch>={oldest}' --index-url {ROCM_INDEX}\n"
+        f"  {python} -m pip install --upgrade 'torch[device-all]>={oldest}' --index-url {ROCM_INDEX}\n"
         "or start from a Python that has it: make setup PYTHON=/path/to/python"
     )
 

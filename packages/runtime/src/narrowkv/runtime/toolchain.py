@@ -11,7 +11,9 @@ __all__ = ["OLDEST_TRITON", "TRITON", "TritonVersionError", "require_triton"]
 OLDEST_TRITON = (3, 8)
 _INSTALL = "pip install triton==3.8.0"
 # AMD's wheels of torch require the wheel of AMD's fork of Triton that belongs to them.
-_INSTALL_ROCM = "pip install --upgrade 'torch>=2.11' --index-url https://repo.amd.com/rocm/whl-multi-arch/"
+_INSTALL_ROCM = (
+    "pip install --upgrade 'torch[device-all]>=2.11' --index-url https://repo.amd.com/rocm/whl-multi-arch/"
+)
 
 
 class TritonVersionError(ImportError):
