@@ -468,7 +468,8 @@ def test_import_without_triton_and_with_an_old_one_says_what_to_do():
     # On ROCm the plain distribution is the wrong one; the message must not send people there.
     rocm = (
         "this torch is for ROCm, so take the Triton of AMD's wheels (`pip install --upgrade "
-        "'torch[device-all]>=2.11' --index-url https://repo.amd.com/rocm/whl-multi-arch/`), not `triton` from PyPI"
+        "'torch[device-all]>=2.11' --index-url https://repo.amd.com/rocm/whl-multi-arch/`), "
+        "not `triton` from PyPI"
     )
     expected = (
         f"{needs} and found none: run `pip install triton==3.8.0`",
