@@ -53,12 +53,6 @@ def test_configurations_that_once_spilled_do_not(line: str) -> None:
 
 
 @pytest.mark.codegen_all
-def test_fp8_rows_have_two_waves_a_simd_on_gfx950() -> None:
-    """A wave of the portable kernel takes more than 400 registers, so that one fits."""
-    code = _attention(replace(FUSED, num_qo_heads=64), "gfx950")
-    assert (code.name, code.waves_per_simd) == ("_sparse_cdna_kernel", 2)
-
-
 def _attention(case: SparseCase, target: str) -> KernelCode:
     (code,) = [k for k in map(KernelCode.of, compile_case(case, target, lse=True)) if k.name in ATTENTION]
     return code

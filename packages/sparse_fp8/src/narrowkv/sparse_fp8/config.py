@@ -165,16 +165,13 @@ def _cdna_tiles(target: Target, kernel: str, num_heads: int) -> _Tiles:
       4 waves 310; portable 173). Two tiles of 32 rows do not fit in LDS.
     - gfx950, 64 heads: 16-bit rows 694 with iterative-ilp (max-ilp 660; portable 265); FP8 rows 735 with
       max-ilp (without 553, iterative-ilp spills, 32 rows 595; portable 264).
-    - FP8 rows under Triton 3.8: max-ilp spills up to 32 registers on gfx942, and moves a spilled scalar in
-      the loop on gfx950, where iterative-ilp spills, too; without a strategy 595.
+    - FP8 rows on gfx942 under Triton 3.8: max-ilp spills up to 32 registers.
     - 32 heads: gfx942 370 and 312, gfx950 510 and 488. With 16 heads the portable kernel is as fast.
     """
     heads = min(64, num_heads)
     fp8, gfx950 = kernel == "fused", target.name == "gfx950"
     max_ilp = fp8 and TRITON >= (3, 9)
-    attrs: str | None = f"amdgpu-sched-strategy={'max-ilp' if max_ilp else 'iterative-ilp'}"
-    if gfx950 and fp8 and not max_ilp:
-        attrs = None
+    attrs = f"amdgpu-sched-strategy={'max-ilp' if max_ilp else 'iterative-ilp'}"
     options = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=attrs)
     return _Tiles(heads, 64 if gfx950 else 32, options, stages=2 if gfx950 else 1)
 
@@ -255,6 +252,8 @@ def specialised_config(
     """
     fine_scales = any(layout.group < 64 for layout in layouts)
     if target.name in ("gfx942", "gfx950") and num_heads >= 32:
+        if target.name == "gfx950" and kernel == "fused" and TRITON < (3, 9):
+            return None  # Triton 3.8 spills vector registers beside the barrier that its code needs
         return _config(kernel, _cdna_tiles(target, kernel, num_heads), fp8_qk=False, family="cdna")
     if target.name != "sm90" or target.figures is None:
         return None

@@ -43,7 +43,7 @@ class CdnaCall(NamedTuple):
     rows lies in LDS. WORDS: the same bytes as words of two columns; VALUES: the same with V's columns in the
     order of `_columns`, which COLUMN_BITS describes: how many low bits of a column's number change places
     with how many high bits. LATE_SUM: the sum over a tile's rows is left for the end, since it takes a
-    barrier; on gfx950 Triton 3.8 spills over 16-bit rows then where nothing is split, and otherwise where
+    barrier; on gfx950 Triton 3.8 spills then where nothing is split, and otherwise where
     splits are.
     """
 
@@ -181,7 +181,7 @@ def _store_rows(tile, loaded, STORED: gl.constexpr, CALL: gl.constexpr):
                 )
                 words.slice(t * 32, 32, dim=1).store(((even >> 16) & 0xFFFF) | (odd & -65536))
         tile.slice(448, 64, dim=1).store(rope)
-    if not CALL.ASYNC and not CALL.UPCAST:
+    if not CALL.ASYNC:
         # Triton 3.8.0 places none between stores and loads in different views of a tile.
         gl.barrier()
 
