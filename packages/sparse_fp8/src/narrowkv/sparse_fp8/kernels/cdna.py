@@ -105,7 +105,7 @@ def cdna_call(call: Call, config: SparseConfig, target: Target) -> CdnaCall:
         WORDS=gl.PaddedSharedLayout.with_identity_for([[256, _PADDING // 2]], [rows, 256], [1, 0]),
         VALUES=values,
         COLUMN_BITS=column_bits,
-        LATE_SUM=fp8 or TRITON >= (3, 9) or not gfx950 or call.SPLIT,
+        LATE_SUM=TRITON >= (3, 9) or not gfx950 or call.SPLIT,
     )  # fmt: skip
 
 
