@@ -587,7 +587,9 @@ def _check_mutations(name: str, guarded: Guarded, executor: Executor | None, mos
                     assert torch.equal(_bits(value), _bits(want[key])), f"{told}: {key} is not as documented"
     for got, want in zip(attempt(right), (wanted, stored), strict=True):
         for key, value in got.items():
-            assert torch.equal(_bits(value), _bits(want[key])), f"{name}: {key} of the next right call changed"
+            assert torch.equal(_bits(value), _bits(want[key])), (
+                f"{name}: {key} of the next right call changed"
+            )
 
 
 @pytest.mark.parametrize("most", [None, pytest.param(EVERY, marks=pytest.mark.slow)])
