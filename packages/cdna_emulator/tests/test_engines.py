@@ -385,6 +385,7 @@ def memory_cases() -> Any:
                 f"global_load_{name} {loaded}, v2, s[20:21] offset:{offset}",
                 f"global_load_{name} {loaded}, v[4:5], off offset:{offset}",
                 f"flat_load_{name} {loaded}, v[4:5] offset:{offset}",
+                f"v_lshrrev_b32 v2, 3, v2\nglobal_load_{name} {loaded}, v2, s[20:21] offset:5",  # unaligned
             ):
                 yield "gfx942", BUFFER + line, kinds, "u32"
         if name in ("byte", "short", "dword", "dwordx2", "dwordx3", "dwordx4", "byte_d16_hi", "short_d16_hi"):
@@ -395,6 +396,14 @@ def memory_cases() -> Any:
                 "u32",
             )
             yield "gfx942", f"{BUFFER}global_store_{name} v2, {data}, s[20:21] offset:{offset}", kinds, "u32"
+            overlapping = f"{BUFFER}v_lshrrev_b32 v2, 3, v2\n"
+            yield "gfx942", f"{overlapping}global_store_{name} v2, {data}, s[20:21] offset:5", kinds, "u32"
+            yield (
+                "gfx942",
+                f"{overlapping}buffer_store_{name} {data}, v2, s[20:23], 0 offen offset:1",
+                kinds,
+                "u32",
+            )
         if name in ("ubyte", "ushort", "dword", "dwordx3", "dwordx4", "sbyte"):
             first = f"{LDS}{BUFFER}{ACTIVE}s_mov_b32 m0, {0x100 - offset}\n"
             after = "ds_read_b128 v[16:19], v2"
