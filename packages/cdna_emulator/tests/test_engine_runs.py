@@ -60,7 +60,7 @@ FAULTS = {
     "misaligned LDS": "ds_read_b32 v1, v0 offset:2",
     "atomic out of range": "v_mov_b32 v1, 1\nglobal_atomic_add v0, v1, s[2:3] offset:1000",
     "misaligned atomic": "v_mov_b32 v1, 1\nglobal_atomic_add v0, v1, s[2:3] offset:2",
-    "scalar load out of range": "s_load_dwordx4 s[4:7], s[2:3], 0x4000",
+    "scalar load out of range": "s_load_dwordx4 s[4:7], s[2:3], 0x3f8",
     "endless": "loop:\ns_branch loop",
 }
 

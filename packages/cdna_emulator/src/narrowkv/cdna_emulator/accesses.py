@@ -224,7 +224,9 @@ class Accesses:
                     AccessError(f"atomic out of range: {what}", flat, address), inst, w, flat, LANES
                 )
             if address % atomic.size:
-                raise self._error(MisalignedError, "misaligned atomic", inst, w, int(wave), int(lane), address)
+                raise self._error(
+                    MisalignedError, "misaligned atomic", inst, w, int(wave), int(lane), address
+                )
             start = address - buffer.base
             cell = buffer.data[start : start + atomic.size].view(atomic.dtype)
             comparand = elements[1][wave, lane : lane + 1] if atomic.compares else None
