@@ -9,8 +9,11 @@ from emulator_machine import assembly
 
 from narrowkv.cdna_emulator import Memory, engine_refusal, load_program, run
 
-ENGINES = ["numpy", pytest.param("compiled", marks=pytest.mark.skipif(
-    engine_refusal(load_program(assembly("gfx942", "s_nop 0"))) is not None, reason="no C compiler"))]  # fmt: skip
+REFUSAL = engine_refusal(load_program(assembly("gfx942", "s_nop 0")))
+ENGINES = [
+    "numpy",
+    pytest.param("compiled", marks=pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))),
+]
 QUOTIENT = """
     v_div_scale_f64 v[4:5], s[2:3], v[2:3], v[2:3], v[0:1]
     v_rcp_f64_e32 v[6:7], v[4:5]

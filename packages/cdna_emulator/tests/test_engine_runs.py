@@ -85,7 +85,7 @@ def test_faults_are_the_same_errors(fault):
 @pytest.mark.parametrize("engine", ["numpy", "compiled"])
 @pytest.mark.parametrize(("name", "size"), [("short", 2), ("dword", 4), ("dwordx3", 12), ("dwordx4", 16)])
 def test_loads_and_stores_need_no_alignment(engine, name, size):
-    """Lane l loads at byte 3 + 17 l and stores at 1101 + 11 l; of stores that overlap the last lane's stays."""
+    """Lane l loads at byte 3 + 17 l and stores at 1101 + 11 l; the last lane wins."""
     host = np.random.default_rng(2).integers(0, 256, 2048).astype(np.uint8)
     want, written = host.copy(), np.zeros(2048, bool)
     for lane in range(64):

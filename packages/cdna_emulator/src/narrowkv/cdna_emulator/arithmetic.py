@@ -41,7 +41,7 @@ def fma(x: Array, y: Array, z: Array) -> Array:
     """fp32 x * y + z with one rounding.
 
     The product is exact in fp64. Rounding the sum to fp64 and then to fp32 differs from one rounding only if
-    the fp64 sum falls halfway between two fp32 values and was itself rounded; then all lanes are rounded to odd.
+    the fp64 sum falls halfway between two fp32 values and was itself rounded; then all are rounded to odd.
     """
     product = np.multiply(x, y, dtype=np.float64)
     total = product + z
@@ -300,7 +300,8 @@ def two_over_pi(x: Array, segment: Array) -> Array:
     """v_trig_preop_f64: 53 bits of 2 / pi, for the reduction of x to a multiple of pi / 2 and a rest."""
     exponent = _biased_exponent(x)
     shift = 53 * (segment & np.uint32(31)).astype(np.int32) + np.maximum(exponent - 1077, 0)
-    return np.ldexp(_two_over_pi()[shift], np.where(exponent >= 1968, 75, -53) - shift)
+    result: Array = np.ldexp(_two_over_pi()[shift], np.where(exponent >= 1968, 75, -53) - shift)
+    return result
 
 
 @lru_cache(maxsize=1)
@@ -369,8 +370,8 @@ def div_fmas(x: Array, y: Array, z: Array, scaled: Array) -> Array:
 def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     """v_div_fixup: the special cases of numerator / denominator.
 
-    The ISA documents do not say that a NaN as the quotient of two numbers is an overflow; the division of a large
-    number by a subnormal one needs it, and tinygrad found it on hardware.
+    The ISA documents do not say that a NaN as the quotient of two numbers is an overflow. The division of a
+    large number by a subnormal one needs it, and tinygrad found it on hardware.
     """
     kind = quotient.dtype.type
     negative = np.signbit(denominator) ^ np.signbit(numerator)

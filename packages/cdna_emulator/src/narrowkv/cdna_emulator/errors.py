@@ -59,7 +59,7 @@ class OutOfRangeError(EmulatorError):
 
 
 class MisalignedError(EmulatorError):
-    """An atomic that is not aligned to its size, or an LDS access that is not aligned to it or to four bytes."""
+    """An atomic that is not aligned to its size, or an LDS access aligned neither to it nor to four bytes."""
 
 
 class UninitialisedError(EmulatorError):
