@@ -39,8 +39,8 @@ def assembly_of(elf: bytes, arch: str) -> str:
         arch: "gfx942" or "gfx950".
 
     Raises:
-        AssemblyError: Triton did not load it, its assembly gives other machine code, or it calls functions, whose
-            addresses the linker writes.
+        AssemblyError: Triton did not load it, its assembly gives other machine code, or it calls functions,
+            whose addresses the linker writes.
     """
     file = _files.get(_key(elf))
     if file is None:
