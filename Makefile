@@ -86,7 +86,7 @@ in-vllm: $(ENGINES)/.stamp
 in-sglang: $(ENGINES)/sglang/.stamp
 	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_sglang.py test_packers.py) $(ARGS)
 
-test-outside: $(STAMP)  ## suites of AITER, FlashMLA and vLLM, unchanged, on a CPU: OUTSIDE=folder; without one, what to fetch
+test-outside: $(STAMP)  ## suites of AITER, FlashMLA, vLLM and Triton, unchanged, on a CPU: OUTSIDE=folder; without one, what to fetch
 	PYTHONPATH=$(subst $(space),:,$(abspath $(SOURCES))) $(PY) tests/outside/run.py $(OUTSIDE) $(ARGS)
 
 test-engines-newest:  ## the same with the newest vLLM and SGLang, in another environment

@@ -88,6 +88,17 @@ def test_the_oldest_versions_are_those_of_the_packages() -> None:
                 assert tuple(map(int, floor.split("."))) == SETUP[f"OLDEST_{name.upper()}"], project
 
 
+def test_pages_and_readmes_name_the_oldest_versions() -> None:
+    named = []
+    pattern = re.compile(r"\b(torch|triton)(?:>=([\d.]*\d)| ([\d.]*\d) or later)", re.IGNORECASE)
+    for page in (ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/*.md")):
+        for name, required, told in pattern.findall(page.read_text()):
+            named.append((page.parent.name, name.lower()))
+            floor = tuple(map(int, (required or told).split(".")))
+            assert floor == SETUP[f"OLDEST_{name.upper()}"], page
+    assert {("virtual_gpu", "torch"), ("virtual_gpu", "triton")} <= set(named)
+
+
 def test_one_line_installs_triton_for_rocm() -> None:
     """Set-up, which imports no package, names the index that the packages name."""
     assert SETUP["ROCM_INDEX"] == AMD_INDEX

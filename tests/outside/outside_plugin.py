@@ -1,7 +1,8 @@
 """A pytest plugin that runs an outside suite as it is: on a CPU, with cut shapes, without what is left out.
 
 The suite's file is imported as it lies in its folder. What it imports comes from a module of `stand_ins`, its
-"cuda" tensors lie on the CPU, where narrowkv's kernels run in Triton's interpreter.
+"cuda" tensors lie on the CPU, where narrowkv's kernels run in Triton's interpreter. A suite with a chip runs
+its own kernels on a virtual GPU.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def reduce_items(suite: Suite, items: list[Any]) -> tuple[list[Any], list[Any], 
         The tests that run, those that do not, and how many of the latter for each reason.
     """
     kept, dropped, reasons, seen = [], [], Counter[str](), set()
-    for item in items:
-        name = getattr(item, "originalname", item.name)
+    names = [getattr(item, "originalname", item.name) for item in items]
+    cases, number = Counter(names), Counter[str]()
+    for item, name in zip(items, names, strict=True):
         values = item.callspec.params if hasattr(item, "callspec") else {}
         reason = next((row.reason for row in suite.left_out if row.holds(name, values)), None)
         for parameter, cut in suite.cuts.items():
@@ -50,6 +52,10 @@ def reduce_items(suite: Suite, items: list[Any]) -> tuple[list[Any], list[Any], 
             if case in seen or len(seen) % suite.every:
                 reason = "equal to another case, or not sampled, with cut shapes"
             seen.add(case)
+        if suite.sample:
+            first, number[name] = number[name], number[name] + 1
+            if first * suite.sample // cases[name] == number[name] * suite.sample // cases[name]:
+                reason = reason or "not sampled"
         if reason is None:
             kept.append(item)
         else:
@@ -62,13 +68,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "skip_global_cleanup: vLLM's")
     if SUITE is None:
         raise pytest.UsageError(f"OUTSIDE_SUITE must name a suite, got {os.environ.get('OUTSIDE_SUITE')!r}")
+    if SUITE.chip:
+        return
     pretend_a_gpu(SUITE.arch)
     _mode.__enter__()
     importlib.import_module(f"stand_ins.{SUITE.stand_in}").install(FOLDER, SUITE)
 
 
 def pytest_unconfigure() -> None:
-    _mode.__exit__(None, None, None)
+    if SUITE is not None and not SUITE.chip:
+        _mode.__exit__(None, None, None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,7 @@
-"""Runs the outside suites that a folder has, unchanged, against narrowkv, and prints a table of what ran."""
+"""Runs the outside suites that a folder has, unchanged, and prints a table of what ran.
+
+They run against narrowkv, or their own kernels run on its virtual GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -21,8 +25,8 @@ def run_suite(suite: Suite, folder: Path, options: list[str]) -> dict[str, Any] 
     """Runs one suite in a process of its own.
 
     Returns:
-        How many tests passed, failed and were skipped, and how many were left out for each reason; None where
-        pytest could not begin.
+        How many tests passed, failed and were skipped, how many were left out for each reason, and the CPU
+        time in seconds; None where pytest could not begin.
     """
     file = folder / suite.file
     with tempfile.TemporaryDirectory() as place:
@@ -32,25 +36,34 @@ def run_suite(suite: Suite, folder: Path, options: list[str]) -> dict[str, Any] 
             "OUTSIDE_SUITE": suite.name, "OUTSIDE": str(folder), "OUTSIDE_FILE": str(file),
             "OUTSIDE_REPORT": str(report), "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }  # fmt: skip
+        if suite.chip:
+            environment |= {"TRITON_VIRTUAL_GPU": suite.chip, "TRITON_VIRTUAL_GPU_SKIP_BENCHMARKS": "1"}
         target = HERE / suite.driver if suite.driver else file
+        # Triton's tests need their conftest.py, the others one that they cannot have here.
+        own_conftest = suite.chip and not suite.driver
+        root = (
+            ["--rootdir", str(folder)] if own_conftest else ["--rootdir", str(target.parent), "--noconftest"]
+        )
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "outside_plugin", "-p", "no:cacheprovider", "-c",
-            os.devnull, "--rootdir", str(target.parent), "--noconftest", str(target), *options,
+            os.devnull, *root, str(target), *options,
         ]  # fmt: skip
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, env=environment, check=False)
-        return json.loads(report.read_text()) if report.exists() else None
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return {**json.loads(report.read_text()), "seconds": seconds} if report.exists() else None
 
 
 def row_of(suite: Suite, folder: Path, found: dict[str, Any] | None) -> str:
     """The suite's line of the table."""
     digest = hashlib.sha256((folder / suite.file).read_bytes()).hexdigest()[:12]
     if found is None:
-        return f"| {suite.name} | `{Path(suite.file).name}` {digest} | could not begin | | | |"
+        return f"| {suite.name} | `{Path(suite.file).name}` {digest} | could not begin | | | | |"
     counts = [found["counts"].get(name, 0) for name in ("passed", "failed", "skipped")]
     reasons = "; ".join(f"{count}: {reason}" for reason, count in found["left_out"].items())
-    return (
-        f"| {suite.name} | `{Path(suite.file).name}` {digest} | {' | '.join(map(str, counts))} | {reasons} |"
-    )
+    cells = [suite.name, f"`{Path(suite.file).name}` {digest}", *counts, f"{found['seconds']:.0f}", reasons]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> int:
@@ -66,12 +79,13 @@ def main() -> int:
         return 0
     chosen = [suite for suite in there if arguments.only in suite.name]
     found = [(suite, run_suite(suite, folder, options)) for suite in chosen]
-    print("\n| suite | file | passed | failed | skipped by itself | left out |\n|---|---|---|---|---|---|")
+    print("\n| suite | file | passed | failed | skipped by itself | CPU time, s | left out |")
+    print("|---|---|---|---|---|---|---|")
     for suite, result in found:
         print(row_of(suite, folder, result))
     for suite in SUITES:
         if suite not in there:
-            print(f"| {suite.name} | `{suite.file}` is not in the folder | | | | |")
+            print(f"| {suite.name} | `{suite.file}` is not in the folder | | | | | |")
     counts = [result["counts"] if result else {} for _, result in found]
     return 0 if all(count.get("passed") and not count.get("failed") for count in counts) else 1
 

@@ -13,6 +13,7 @@ Nothing was run: OUTSIDE must be a folder with some of these, as their repositor
   aiter/     op_tests/ and aiter/ of github.com/ROCm/aiter at e4048607 (August 2026)
   FlashMLA/  tests/ of github.com/deepseek-ai/FlashMLA at 9241ae3e (April 2026)
   vllm/      tests/kernels/attention/ of vLLM 0.32.0 (its source distribution has it)
+  triton/    python/tutorials/ and python/test/ of github.com/triton-lang/triton, as installed
   python/    what the suites import: pip install --target python einops pandas
 Then: make test-outside OUTSIDE=folder
 """
@@ -48,19 +49,23 @@ class Suite:
         stand_in: the module of `stand_ins` that presents narrowkv under the imported names.
         cuts: for a parameter, what takes the place of its value; equal cases then run once.
         every: of the cases that are left, each so-manieth runs.
+        sample: of the cases of one test so many run, evenly spaced; 0 runs all.
         left_out: what narrowkv does not do.
         arch: the architecture that the suite is told.
         driver: a file of this folder that runs the suite's own functions, instead of pytest's collection.
+        chip: the virtual GPU that the suite's own kernels run on, in place of a stand-in.
     """
 
     name: str
     file: str
-    stand_in: str
+    stand_in: str = ""
     cuts: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     every: int = 1
+    sample: int = 0
     left_out: tuple[LeftOut, ...] = ()
     arch: str = "gfx950"
     driver: str = ""
+    chip: str = ""
 
 
 def most(limit: int) -> Callable[[int], int]:
@@ -171,4 +176,12 @@ SUITES: tuple[Suite, ...] = (
             ),
         ),
     ),
+    *(
+        Suite(
+            f"Triton tutorial {tutorial[:2]}", f"triton/python/tutorials/{tutorial}.py",
+            driver="tutorial.py", chip="gfx942",
+        )
+        for tutorial in ("01-vector-add", "02-fused-softmax", "03-matrix-multiplication")
+    ),
+    Suite("Triton test_core", "triton/python/test/unit/language/test_core.py", sample=3, chip="gfx942"),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_a_suite_runs_with_cut_shapes_and_its_failures_are_counted(tmp_path: Pat
     done, row = _run(tmp_path, wrong=False)
     assert done.returncode == 0, done.stdout
     # Both numbers of tokens are cut to 9: one case is left.
-    assert "| 2 | 0 | 1 | 1: equal to another case" in row
+    assert re.search(r"\| 2 \| 0 \| 1 \| \d+ \| 1: equal to another case", row)
     done, row = _run(tmp_path, "-k", "wrong or skipped", wrong=True)
     assert done.returncode == 1
     assert "| 0 | 1 | 1 |" in row
@@ -78,6 +79,71 @@ def test_without_a_folder_it_says_what_to_fetch_and_runs_nothing(tmp_path: Path)
         assert done.returncode == 0
         assert "Nothing was run" in done.stdout
         assert all(name in done.stdout for name in ("ROCm/aiter", "FlashMLA", "vLLM", "einops pandas"))
+
+
+TUTORIAL = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_one(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at) + 1)
+
+
+x = torch.zeros(64, device="cuda")
+add_one[(1,)](x, BLOCK=64)
+assert torch.cuda.get_device_properties(0).gcnArchName.startswith("gfx942")
+assert bool((x == WANT).all())
+
+
+@triton.testing.perf_report(triton.testing.Benchmark(["n"], [1], "p", ["a"], ["a"], "times", {}))
+def benchmark(n, p):
+    raise AssertionError("it must not run")
+
+
+benchmark.run(print_data=True)
+"""
+TEST_CORE = """
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("n", range(8))
+def test_many(n, device):
+    assert n in (2, 5, 7) and torch.zeros(n, device=device).is_cuda
+
+
+def test_one(device):
+    pass
+"""
+CONFTEST = """
+import pytest
+
+
+@pytest.fixture
+def device():
+    return "cuda"
+"""
+
+
+def test_triton_s_programs_and_tests_run_on_the_virtual_gpu(tmp_path: Path) -> None:
+    test = tmp_path / "triton/python/test"
+    (test / "unit/language").mkdir(parents=True)
+    (test / "unit/language/test_core.py").write_text(TEST_CORE)
+    (test / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "triton/python/tutorials").mkdir()
+    for name, want in (("01-vector-add", "1"), ("02-fused-softmax", "2")):
+        (tmp_path / f"triton/python/tutorials/{name}.py").write_text(TUTORIAL.replace("WANT", want))
+    command = [sys.executable, str(HERE / "run.py"), str(tmp_path), "-n0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 1, "tutorial 02 fails"
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| Triton")]
+    assert re.match(r"\| Triton tutorial 01 .* \| 1 \| 0 \| 0 \| [1-9]\d* \|", rows[0]), done.stdout
+    assert re.match(r"\| Triton tutorial 02 .* \| 0 \| 1 \| 0 \| [1-9]\d* \|", rows[1]), done.stdout
+    assert re.match(r"\| Triton test_core .* \| 4 \| 0 \| 0 \| \d+ \| 5: not sampled", rows[2]), done.stdout
 
 
 STAND_INS = """

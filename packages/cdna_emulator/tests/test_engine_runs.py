@@ -51,16 +51,16 @@ def test_transcendentals_are_the_same_for_a_million_numbers():
 
 
 FAULTS = {
-    "load out of range": "global_load_dword v1, v0, s[2:3] offset:3000",
-    "misaligned load": "global_load_dword v1, v0, s[2:3] offset:1",
-    "store out of range": "v_mov_b32 v1, 1\nglobal_store_dword v0, v1, s[2:3] offset:3000",
-    "misaligned store": "v_mov_b32 v1, 1\nglobal_store_dwordx2 v0, v[0:1], s[2:3] offset:2",
+    "load out of range": "global_load_dword v1, v0, s[2:3] offset:1000",
+    "unaligned load past the end": "global_load_dwordx2 v[2:3], v0, s[2:3] offset:765",
+    "store out of range": "v_mov_b32 v1, 1\nglobal_store_dword v0, v1, s[2:3] offset:1000",
+    "unaligned store past the end": "v_mov_b32 v1, 1\nglobal_store_dwordx2 v0, v[0:1], s[2:3] offset:767",
     "uninitialised": "global_store_dword v0, v9, s[2:3]",
     "LDS past the end": "v_lshlrev_b32 v0, 5, v0\nds_read_b32 v1, v0",
     "misaligned LDS": "ds_read_b32 v1, v0 offset:2",
-    "atomic out of range": "v_mov_b32 v1, 1\nglobal_atomic_add v0, v1, s[2:3] offset:3000",
+    "atomic out of range": "v_mov_b32 v1, 1\nglobal_atomic_add v0, v1, s[2:3] offset:1000",
     "misaligned atomic": "v_mov_b32 v1, 1\nglobal_atomic_add v0, v1, s[2:3] offset:2",
-    "scalar load out of range": "s_load_dwordx4 s[4:7], s[2:3], 0x4000",
+    "scalar load out of range": "s_load_dwordx4 s[4:7], s[2:3], 0x3f8",
     "endless": "loop:\ns_branch loop",
 }
 
@@ -80,6 +80,24 @@ def test_faults_are_the_same_errors(fault):
     if fault == "endless":  # numpy names the last instruction that it knows of
         found = [entry[:2] for entry in found]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("engine", ["numpy", "compiled"])
+@pytest.mark.parametrize(("name", "size"), [("short", 2), ("dword", 4), ("dwordx3", 12), ("dwordx4", 16)])
+def test_loads_and_stores_need_no_alignment(engine, name, size):
+    """Lane l loads at byte 3 + 17 l and stores at 1101 + 11 l; the last lane wins."""
+    host = np.random.default_rng(2).integers(0, 256, 2048).astype(np.uint8)
+    want, written = host.copy(), np.zeros(2048, bool)
+    for lane in range(64):
+        want[1101 + 11 * lane :][:size] = host[3 + 17 * lane :][:size]
+    data = {2: "v4", 4: "v4", 12: "v[4:6]", 16: "v[4:7]"}[size]
+    load = f"global_load_{'ushort' if size == 2 else name} {data}, v1, s[2:3] offset:3"
+    lines = f"v_mul_u32_u24 v1, 17, v0\n{load}\nv_mul_u32_u24 v2, 11, v0\n"
+    lines += f"global_store_{name} v2, {data}, s[2:3] offset:1101"
+    launch(lines, host, engine=engine, check_uninitialised=False, written=written)
+    np.testing.assert_array_equal(host, want)
+    stored = (1101 + 11 * np.arange(64)[:, None] + np.arange(size)).reshape(-1)
+    np.testing.assert_array_equal(np.flatnonzero(written), np.unique(stored))
 
 
 def test_a_store_to_a_read_only_buffer_is_refused():

@@ -128,6 +128,10 @@ def other_vector_cases() -> Any:
     for first in ("v0", "v4", "v8"):
         yield "gfx942", f"v_div_scale_f32 v16, vcc, {first}, v4, v8", floats, "f32"
     yield "gfx942", "v_div_fmas_f32 v16, v0, v4, v8", floats, "f32"
+    doubles = ("f64",) * 3
+    for first in ("v[0:1]", "v[4:5]", "v[8:9]"):
+        yield "gfx942", f"v_div_scale_f64 v[16:17], vcc, {first}, v[4:5], v[8:9]", doubles, "f64"
+    yield "gfx942", "v_div_fmas_f64 v[16:17], v[0:1], v[4:5], v[8:9]", doubles, "f64"
     for line in (
         "v_mbcnt_lo_u32_b32 v16, v0, v4",
         "v_mbcnt_hi_u32_b32 v16, v0, v4",
@@ -385,6 +389,7 @@ def memory_cases() -> Any:
                 f"global_load_{name} {loaded}, v2, s[20:21] offset:{offset}",
                 f"global_load_{name} {loaded}, v[4:5], off offset:{offset}",
                 f"flat_load_{name} {loaded}, v[4:5] offset:{offset}",
+                f"v_lshrrev_b32 v2, 3, v2\nglobal_load_{name} {loaded}, v2, s[20:21] offset:5",  # unaligned
             ):
                 yield "gfx942", BUFFER + line, kinds, "u32"
         if name in ("byte", "short", "dword", "dwordx2", "dwordx3", "dwordx4", "byte_d16_hi", "short_d16_hi"):
@@ -395,6 +400,14 @@ def memory_cases() -> Any:
                 "u32",
             )
             yield "gfx942", f"{BUFFER}global_store_{name} v2, {data}, s[20:21] offset:{offset}", kinds, "u32"
+            overlapping = f"{BUFFER}v_lshrrev_b32 v2, 3, v2\n"
+            yield "gfx942", f"{overlapping}global_store_{name} v2, {data}, s[20:21] offset:5", kinds, "u32"
+            yield (
+                "gfx942",
+                f"{overlapping}buffer_store_{name} {data}, v2, s[20:23], 0 offen offset:1",
+                kinds,
+                "u32",
+            )
         if name in ("ubyte", "ushort", "dword", "dwordx3", "dwordx4", "sbyte"):
             first = f"{LDS}{BUFFER}{ACTIVE}s_mov_b32 m0, {0x100 - offset}\n"
             after = "ds_read_b128 v[16:19], v2"
@@ -451,7 +464,7 @@ MATRICES = {
 _BITS = {"f32": 32, "xf32": 32, "f64": 64, "f16": 16, "bf16": 16, "i8": 8, "fp8": 8, "bf8": 8, "f8f6f4": 8}
 
 
-def matrix_lines(shape: str, constant: str | None, codes: tuple[int, int] = (0, 0)) -> str:
+def matrix_lines(shape: str, constant: str | None, codes: tuple[int, int] = (0, 0), sharing: str = "") -> str:
     """A, B and C in registers from v32 on, filled from v0..v31 with finite numbers of the type."""
     scaled = shape.startswith("scale_")
     result, size, *rest = shape.removeprefix("scale_").split("_")
@@ -485,7 +498,7 @@ def matrix_lines(shape: str, constant: str | None, codes: tuple[int, int] = (0, 
     if scaled:
         lines += ["v_and_b32 v20, 0x7f7f7f7f, v20", "v_and_b32 v21, 0x7f7f7f7f, v21"]
     flags = " op_sel:[1,0,0] op_sel_hi:[0,1,0]" if scaled else ""
-    flags += f" cbsz:{codes[0]} blgp:{codes[1]}" if "f8f6f4" in shape else ""
+    flags += f" cbsz:{codes[0]} blgp:{codes[1]}" if "f8f6f4" in shape else sharing
     lines.append(f"v_mfma_{shape} {', '.join(operands + scales)}{flags}")
     return "\n".join([*lines, *(f"v_mov_b32 v{r}, v{64 + r}" for r in range(min(c, 32)))])
 
@@ -502,6 +515,16 @@ def matrix_cases() -> Any:
                     ("u32",) * 4,
                     "u32" if shape[:3] == "i32" else "f32",
                 )
+
+    for shape, size, number in (
+        ("f32_4x4x4_16b_f16", 4, 11),
+        ("f32_4x4x1_16b_f32", 2, 1),
+        ("i32_4x4x4_16b_i8", 1, 1),
+        ("f32_16x16x4_4b_f16", 2, 3),
+        ("f32_32x32x1_2b_f32", 1, 0),
+    ):
+        lines = matrix_lines(shape, None, sharing=f" cbsz:{size} abid:{number}")
+        yield "gfx942", lines, ("u32",) * 4, "u32" if shape[:3] == "i32" else "f32"
 
 
 FAMILIES = {

@@ -64,7 +64,7 @@ def test_read_only_buffer(host):
 
 def test_misaligned(host):
     with pytest.raises(MisalignedError):
-        launch(ADDRESS + "global_load_dword v2, v1, s[2:3] offset:2", np.zeros(65, np.uint32))
+        launch(ADDRESS + "global_atomic_add v1, v0, s[2:3] offset:2", np.zeros(65, np.uint32))
     with pytest.raises(MisalignedError):
         launch(ADDRESS + "ds_read_b32 v2, v1 offset:1", host)
 

@@ -190,6 +190,11 @@ def test_division_sequence_is_correctly_rounded():
         x[9:12], y[9:12] = (2e38, 1.5e-38, 1.1e-30), (1e-6, 3e37, 2.7e38)
         w = execute("gfx942", lines, {0: x, 1: y})
         np.testing.assert_array_equal(w.f[8][0], x / y)
+        for _ in range(20):  # every exponent; then subnormal quotients
+            y = RNG.integers(0, 2**32, 64, dtype=np.uint64).astype(np.uint32).view(np.float32)
+            for x in (RNG.permutation(y), y * RNG.integers(0, 2**23, 64).astype(np.uint32).view(np.float32)):
+                w = execute("gfx942", lines, {0: x, 1: y})
+                np.testing.assert_array_equal(w.f[8][0], x / y)
 
 
 @pytest.mark.parametrize(("name", "function"), [

@@ -35,7 +35,10 @@ SHAPES = [
         ("gfx950", "f32", 16, 16, 32, "bf16", "bf16"), ("gfx950", "f32", 32, 32, 16, "bf16", "bf16"),
         ("gfx950", "i32", 16, 16, 64, "i8", "i8"), ("gfx950", "i32", 32, 32, 32, "i8", "i8"),
     ]
-] + [("gfx942", "v_mfma_f32_4x4x4_16b_f16", (4, 4, 4, 16), "f16")]  # fmt: skip
+] + [
+    ("gfx942", f"v_mfma_f32_4x4x4_16b_f16{sharing}", (4, 4, 4, 16), "f16")
+    for sharing in ("", " cbsz:4 abid:11", " cbsz:2 abid:1")
+]  # fmt: skip
 
 
 def random_matrix(rng, kind, target, shape):
@@ -76,7 +79,11 @@ def test_layout(target, name, shape, kind):
         f"v[{start}:{start + size - 1}]" if size > 1 else f"v{start}"
         for start, size in ((60, count), (0, per), (10, per), (40, count))
     )
-    w = execute(target, f"{name} {d}, {a_at}, {b_at}, {c_at}", registers)
+    name, *sharing = name.split()
+    w = execute(target, f"{name} {d}, {a_at}, {b_at}, {c_at} {' '.join(sharing)}", registers)
+    if sharing:  # groups of 2**cbsz blocks have the A of their block number abid
+        size, number = (int(text.split(":")[1]) for text in sharing)
+        a_value = a_value[[(block >> size << size) + number for block in range(blocks)]]
     product = a_value @ b_value.transpose(0, 2, 1)
     for r in range(count):
         for lane in range(64):

@@ -202,6 +202,21 @@ def test_a_code_object_of_another_kernel_is_refused(tmp_path):
         assembly.assembly_of(compiled.asm["hsaco"] + b"\0", arch)
 
 
+@triton.jit(noinline=True)
+def doubled(x):
+    return 2 * x
+
+
+@triton.jit
+def calling_kernel(o_ptr, x):
+    tl.store(o_ptr, doubled(x))
+
+
+def test_a_kernel_that_calls_functions_is_refused():
+    with pytest.raises(RuntimeError, match="calls functions"):
+        calling_kernel[(1,)](torch.zeros(1, device="cuda"), 3.0)
+
+
 def test_autotune_chooses_a_configuration():
     configs = [triton.Config({"BLOCK": block}) for block in (128, 512)]
     tuned = triton.autotune(configs, key=["n"])(add_kernel)

@@ -81,9 +81,8 @@ class Accesses:
     def _access_error(
         self, error: AccessError, inst: Instruction, w: Waves, flat: int, width: int
     ) -> EmulatorError:
-        kind = MisalignedError if error.kind == "align" else OutOfRangeError
         lane = flat % width if width > 1 else None
-        return self._error(kind, str(error), inst, w, flat // width, lane, error.address)
+        return self._error(OutOfRangeError, str(error), inst, w, flat // width, lane, error.address)
 
     # ------------------------------------------------------------------ device memory
 
@@ -225,8 +224,8 @@ class Accesses:
                     AccessError(f"atomic out of range: {what}", flat, address), inst, w, flat, LANES
                 )
             if address % atomic.size:
-                raise self._access_error(
-                    AccessError("misaligned atomic", flat, address, "align"), inst, w, flat, LANES
+                raise self._error(
+                    MisalignedError, "misaligned atomic", inst, w, int(wave), int(lane), address
                 )
             start = address - buffer.base
             cell = buffer.data[start : start + atomic.size].view(atomic.dtype)

@@ -5,6 +5,7 @@ Source: pseudo-code of the CDNA3 and CDNA4 ISA documents.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -14,23 +15,38 @@ from .state import Array
 
 _ROUNDING_BITS = np.uint64(0x1FFFFFFF)
 _HALFWAY = np.uint64(0x10000000)
+_SPLIT = np.float64(2**27 + 1)  # splits 53 bits into halves
+_ONE = 1 << 1400  # of fractions of pi
+
+
+def _sum(x: Array, y: Array) -> tuple[Array, Array]:
+    """The fp64 sum of two numbers, and its error, which is exact."""
+    total = x + y
+    back = total - x
+    return total, (x - (total - back)) + (y - back)
+
+
+def _sum_to_odd(x: Array, y: Array) -> Array:
+    """The fp64 sum, of the two neighbours of an inexact one that whose last bit is set.
+
+    Rounding it to at most 51 bits gives what rounding the exact sum gives.
+    """
+    total, error = _sum(x, y)
+    nudge = (error != 0) & np.isfinite(error) & (total.view(np.uint64) & np.uint64(1) == 0)
+    result: Array = np.where(nudge, np.nextafter(total, np.copysign(np.inf, error)), total)
+    return result
 
 
 def fma(x: Array, y: Array, z: Array) -> Array:
     """fp32 x * y + z with one rounding.
 
     The product is exact in fp64. Rounding the sum to fp64 and then to fp32 differs from one rounding only if
-    the fp64 sum falls halfway between two fp32 values and was itself rounded; those lanes are corrected.
+    the fp64 sum falls halfway between two fp32 values and was itself rounded; then all are rounded to odd.
     """
     product = np.multiply(x, y, dtype=np.float64)
     total = product + z
-    halfway = (total.view(np.uint64) & _ROUNDING_BITS) == _HALFWAY
-    if halfway.any():
-        wide = np.broadcast_to(z, total.shape).astype(np.float64)
-        back = total - product
-        error = (product - (total - back)) + (wide - back)
-        nudge = halfway & (error != 0) & np.isfinite(error)
-        total = np.where(nudge, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
+    if ((total.view(np.uint64) & _ROUNDING_BITS) == _HALFWAY).any():
+        total = _sum_to_odd(product, np.broadcast_to(z, total.shape).astype(np.float64))
     return total.astype(np.float32)
 
 
@@ -40,10 +56,38 @@ def fma16(x: Array, y: Array, z: Array) -> Array:
     return wide.astype(np.float16)
 
 
-def fma64(x: Array, y: Array, z: Array) -> Array:
-    """fp64 x * y + z through extended precision, the closest that numpy offers."""
-    wide = x.astype(np.longdouble) * y.astype(np.longdouble) + z.astype(np.longdouble)
-    return wide.astype(np.float64)
+_exact_fma = np.frompyfunc(
+    lambda x, y, z, scale: float((Fraction(x) * Fraction(y) + Fraction(z)) * Fraction(2) ** scale), 4, 1
+)
+
+
+def fma64(x: Array, y: Array, z: Array, scale: Array | int = 0) -> Array:
+    """fp64 (x * y + z) * 2**scale with one rounding; infinite where x * y + z is.
+
+    The product of the mantissas is the sum of two fp64 numbers (Dekker), and so are the sums with z; the last
+    but one is rounded to odd (Boldo and Melquiond). Subnormal results are computed with fractions.
+    """
+    x, y, z, scale = np.broadcast_arrays(x, y, z, np.int32(scale))
+    (a, a_exponent), (b, b_exponent), (c, c_exponent) = np.frexp(x), np.frexp(y), np.frexp(z)
+    exponent = a_exponent + b_exponent
+    high = a * b
+    (a_top, b_top) = (v * _SPLIT - (v * _SPLIT - v) for v in (a, b))
+    low = ((a_top * b_top - high) + a_top * (b - b_top) + (a - a_top) * b_top) + (a - a_top) * (b - b_top)
+    above = c_exponent - exponent
+    middle, low = _sum(np.ldexp(c, np.clip(above, -300, 300)), low)
+    high, middle = _sum(high, middle)
+    total = high + _sum_to_odd(low, middle)
+    unscaled = np.ldexp(total, exponent)
+    result = np.where(np.isinf(unscaled), unscaled, np.ldexp(total, exponent + scale))
+    result = np.where((above > 300) & (z != 0), np.ldexp(z, scale), result)
+    product_is_finite = np.isfinite(x) & np.isfinite(y)
+    special = (x == 0) | (y == 0) | ~(product_is_finite & np.isfinite(z))
+    plain = np.where(product_is_finite & np.isinf(z), z, np.ldexp(x * y + z, scale))
+    result = np.where(special, plain, result)
+    subnormal = ~special & (np.abs(result) <= np.finfo(np.float64).tiny)
+    if subnormal.any():
+        result[subnormal] = _exact_fma(*(v[subnormal] for v in (x, y, z)), scale[subnormal].astype(object))
+    return result
 
 
 def fraction(x: Array) -> Array:
@@ -252,25 +296,49 @@ def _permute_bytes_by_lane(high: Array, low: Array, selector: Array) -> Array:
     return result
 
 
+def two_over_pi(x: Array, segment: Array) -> Array:
+    """v_trig_preop_f64: 53 bits of 2 / pi, for the reduction of x to a multiple of pi / 2 and a rest."""
+    exponent = _biased_exponent(x)
+    shift = 53 * (segment & np.uint32(31)).astype(np.int32) + np.maximum(exponent - 1077, 0)
+    result: Array = np.ldexp(_two_over_pi()[shift], np.where(exponent >= 1968, 75, -53) - shift)
+    return result
+
+
+@lru_cache(maxsize=1)
+def _two_over_pi() -> Array:
+    """53 bits of 2 / pi, of which 1201 are kept, from each position on."""
+
+    def arc_tangent(n: int) -> int:  # of 1 / n
+        terms = ((-1) ** k * (_ONE // n ** (2 * k + 1)) // (2 * k + 1) for k in range(1300))
+        return sum(terms)
+
+    pi = 16 * arc_tangent(5) - 4 * arc_tangent(239)
+    bits = (2 * _ONE << 1201) // pi << 4096
+    return np.array([bits >> (4096 + 1201 - 53 - k) & ((1 << 53) - 1) for k in range(4096)], np.float64)
+
+
 def _biased_exponent(x: Array) -> Array:
-    return ((np.ascontiguousarray(x).view(np.uint32) >> np.uint32(23)) & np.uint32(255)).astype(np.int32)
+    unsigned, mantissa, mask = (np.uint32, 23, 255) if x.dtype == np.float32 else (np.uint64, 52, 2047)
+    bits: Array = np.ascontiguousarray(x).view(unsigned)
+    return (bits >> unsigned(mantissa) & unsigned(mask)).astype(np.int32)
 
 
 def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """v_div_scale_f32: x scaled so that the division neither overflows nor loses bits, and the VCC lanes."""
+    """v_div_scale: x scaled so that the division neither overflows nor loses bits, and the VCC lanes."""
     x, denominator, numerator = (
         np.ascontiguousarray(v) for v in np.broadcast_arrays(x, denominator, numerator)
     )
-    tiny = np.finfo(np.float32).tiny
+    tiny = np.finfo(x.dtype).tiny
+    apart, least, scale = (96, 23, 64) if x.dtype == np.float32 else (768, 53, 128)
     en, ed = _biased_exponent(numerator), _biased_exponent(denominator)
     quotient = numerator.astype(np.float64) / denominator
     zero = (numerator == 0) | (denominator == 0)
-    far = ~zero & (en - ed >= 96)
+    far = ~zero & (en - ed >= apart)
     denormal_denominator = ~zero & ~far & (np.abs(denominator) < tiny)
     rest = ~zero & ~far & ~denormal_denominator
     denormal_reciprocal = np.abs(1.0 / denominator.astype(np.float64)) < tiny
     denormal_quotient = np.abs(quotient) < tiny
-    small_numerator = rest & ~denormal_reciprocal & ~denormal_quotient & (en <= 23)
+    small_numerator = rest & ~denormal_reciprocal & ~denormal_quotient & (en <= least)
     vcc = far | (rest & denormal_quotient)
     up = (
         denormal_denominator | (far & (x == denominator)) | small_numerator
@@ -279,28 +347,39 @@ def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Ar
     # The ISA document scales the denominator up where the quotient is
     # denormal too, which would overflow; down is what gives the quotient.
     down = rest & denormal_reciprocal & (~denormal_quotient | (x == denominator))
-    result = np.ldexp(x, np.where(up, 64, np.where(down, -64, 0)).astype(np.int32))
-    return np.where(zero, np.float32(np.nan), result), vcc
+    result = np.ldexp(x, np.where(up, scale, np.where(down, -scale, 0)).astype(np.int32))
+    return np.where(zero, x.dtype.type(np.nan), result), vcc
 
 
 def div_fmas(x: Array, y: Array, z: Array, scaled: Array) -> Array:
-    """v_div_fmas_f32: fused multiply-add that undoes what v_div_scale_f32 did where VCC is set."""
-    result = fma(x, y, z)
+    """v_div_fmas: fused multiply-add that undoes what v_div_scale did where VCC is set, with one rounding.
+
+    Two would round some subnormal quotients wrongly.
+    """
+    single = z.dtype == np.float32
     if not scaled.any():
-        return result
-    exponent = _biased_exponent(np.broadcast_to(z, result.shape))
-    return np.where(scaled, np.ldexp(result, np.where(exponent > 127, 64, -64).astype(np.int32)), result)
+        return fma(x, y, z) if single else fma64(x, y, z)
+    scale, bias = (64, 127) if single else (128, 1023)
+    shift = np.where(scaled, np.where(_biased_exponent(z) > bias, scale, -scale), 0).astype(np.int32)
+    if not single:
+        return fma64(x, y, z, shift)
+    total = _sum_to_odd(np.multiply(x, y, dtype=np.float64), z.astype(np.float64))
+    return np.ldexp(total, shift).astype(np.float32)
 
 
 def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """v_div_fixup: the special cases of numerator / denominator."""
+    """v_div_fixup: the special cases of numerator / denominator.
+
+    The ISA documents do not say that a NaN as the quotient of two numbers is an overflow. The division of a
+    large number by a subnormal one needs it, and tinygrad found it on hardware.
+    """
     kind = quotient.dtype.type
     negative = np.signbit(denominator) ^ np.signbit(numerator)
     signed = np.where(negative, kind(-1), kind(1))
     result: Array = np.copysign(quotient, signed)
     zero = np.isinf(denominator) | (numerator == 0)
     result = np.where(zero, np.copysign(kind(0), signed), result)
-    infinite = (denominator == 0) | np.isinf(numerator)
+    infinite = (denominator == 0) | np.isinf(numerator) | (np.isnan(quotient) & ~zero)
     result = np.where(infinite, np.copysign(kind(np.inf), signed), result)
     invalid = ((denominator == 0) & (numerator == 0)) | (np.isinf(denominator) & np.isinf(numerator))
     invalid = invalid | np.isnan(denominator) | np.isnan(numerator)

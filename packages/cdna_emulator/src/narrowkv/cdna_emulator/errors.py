@@ -59,7 +59,7 @@ class OutOfRangeError(EmulatorError):
 
 
 class MisalignedError(EmulatorError):
-    """An access that is not aligned to its size, or to four bytes if it is wider than that."""
+    """An atomic that is not aligned to its size, or an LDS access aligned neither to it nor to four bytes."""
 
 
 class UninitialisedError(EmulatorError):

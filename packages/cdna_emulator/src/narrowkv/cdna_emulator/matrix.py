@@ -8,6 +8,7 @@ calculator. For one block of M x N x K on 64 lanes, with g = 64 / M groups of la
     D[i][j]: j = lane % N; 16 x 16: i = 4 * (lane // 16) + register;
              32 x 32: i = 8 * (register // 4) + 4 * (lane // 32) + register % 4
     8-bit types with 32 k to a lane hold two runs of 16: k = 16 * group + e and K / 2 + 16 * group + e
+    with cbsz, groups of 2**cbsz blocks have one A: that of their block number abid
 
 Products and sums are formed in fp64 and rounded once to fp32, or as the hardware does: see `matrix_sums`.
 """
@@ -68,6 +69,14 @@ def mfma_shape(inst: Instruction) -> Shape | None:
         a_code, b_code = inst.integer("cbsz"), inst.integer("blgp")
         a, b = _F8F6F4[a_code], _F8F6F4[b_code]
     return Shape(result, int(m), int(n), int(k), int(blocks or 1), a, b)
+
+
+def shared_blocks(inst: Instruction, shape: Shape) -> Array | None:
+    """The block whose A each block multiplies, by cbsz and abid; None if an instruction cannot share so."""
+    size, number = (1, 0) if "f8f6f4" in inst.name else (1 << inst.integer("cbsz"), inst.integer("abid"))
+    if size > shape.blocks or number >= size:
+        return None
+    return np.arange(shape.blocks) // size * size + number
 
 
 def _bf16(raw: Array) -> Array:
@@ -192,7 +201,8 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
     if ((name in _GFX950_ONLY or "f8f6f4" in name) and not gfx950) or (shape.a == "xf32" and gfx950):
         return None
     scaled = "_scale_" in name
-    if "f8f6f4" not in name and any(inst.integer(m) for m in ("cbsz", "abid", "blgp")):
+    sharing = shared_blocks(inst, shape)
+    if sharing is None or ("f8f6f4" not in name and inst.integer("blgp")):
         raise unknown(inst, program, "cbsz, abid or blgp")
     texts = inst.operands
     a_operand, b_operand, c_operand = (parse_operand(t, inst, program) for t in texts[1:4])
@@ -205,7 +215,8 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
             2 if shape.result == "f64" and size == count else 1
         ):
             raise unknown(inst, program, f"operand {text} where {size} registers are wanted")
-    read_a = _matrix_reader(a_operand, shape.a, shape.m, shape, program)
+    read_blocks = _matrix_reader(a_operand, shape.a, shape.m, shape, program)
+    read_a = read_blocks if shape.blocks == 1 else (lambda w: read_blocks(w)[:, sharing])
     read_b = _matrix_reader(b_operand, shape.b, shape.n, shape, program)
     scale_a = _scale_reader(inst, 0, shape.m, shape, program) if scaled else None
     scale_b = _scale_reader(inst, 1, shape.n, shape, program) if scaled else None

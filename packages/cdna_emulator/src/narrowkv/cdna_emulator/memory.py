@@ -15,9 +15,9 @@ from .state import Array
 class AccessError(Exception):
     """A wrong access by the lane with this flat index; the caller adds wave and workgroup."""
 
-    def __init__(self, message: str, flat: int, address: int, kind: str = "range") -> None:
+    def __init__(self, message: str, flat: int, address: int) -> None:
         super().__init__(message)
-        self.flat, self.address, self.kind = flat, address, kind
+        self.flat, self.address = flat, address
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class Buffer:
 
 class Memory:
     """The buffers that a kernel may touch.
+
+    Loads and stores may be at any address, as in the unaligned access mode that AMD's driver sets
+    (SH_MEM_CONFIG.alignment_mode).
 
     Example:
         >>> memory = Memory()
@@ -150,7 +153,7 @@ class Memory:
             uint32 ``[max(size // 4, 1), *shape]``; lanes that are not active read 0.
 
         Raises:
-            AccessError: naming the first lane whose access is out of range or misaligned.
+            AccessError: naming the first lane whose access is out of range.
         """
         words = max(size // 4, 1)
         if active is not None:
@@ -172,13 +175,7 @@ class Memory:
         unit = min(size, 4)
         offsets = addresses - buffer.base
         if unit > 1:
-            wrong = addresses & (unit - 1)
-            if wrong.any():
-                flat = int(np.flatnonzero(wrong)[0])
-                raise AccessError(
-                    f"misaligned load of {size} bytes", flat, int(addresses.flat[flat]), "align"
-                )
-            if buffer.base % unit:
+            if buffer.base % unit or (addresses & (unit - 1)).any():
                 return self._gather_bytes(buffer, offsets, size)
             offsets >>= 1 if unit == 2 else 2
         view = self._view(buffer, unit)
@@ -189,15 +186,10 @@ class Memory:
 
     @staticmethod
     def _gather_bytes(buffer: Buffer, offsets: Array, size: int) -> Array:
-        """Loads from a buffer whose base is not aligned to the access."""
-        unit = min(size, 4)
-        words = []
-        for first in range(0, size, unit):
-            word = np.zeros(offsets.shape, np.uint32)
-            for byte in range(unit):
-                word |= buffer.data[offsets + first + byte].astype(np.uint32) << np.uint32(8 * byte)
-            words.append(word)
-        return np.stack(words)
+        """Loads that are not aligned, or from a buffer whose base is not."""
+        octets = np.zeros((*offsets.shape, max(size, 4)), np.uint8)
+        octets[..., :size] = buffer.data[offsets[..., None] + np.arange(size)]
+        return np.moveaxis(octets.view(np.uint32), -1, 0)
 
     def _load_scattered(self, addresses: Array, size: int) -> Array:
         """Lanes that read from several buffers."""
@@ -236,23 +228,14 @@ class Memory:
             unit = min(size, 4)
             if buffer.readonly:
                 raise AccessError(f"store to read-only buffer {buffer.name!r}", 0, int(part[0]))
-            if unit > 1 and (part & (unit - 1)).any():
-                flat = int(np.flatnonzero(addresses & (unit - 1))[0])
-                raise AccessError(f"misaligned store of {size} bytes", flat, int(addresses[flat]), "align")
-            offsets = part - buffer.base
+            offsets = (part - buffer.base)[:, None]
+            octets = offsets + np.arange(size)
             if buffer.written is not None:
-                for byte in range(size):
-                    buffer.written[offsets + byte] = True
-            if buffer.base % unit:
-                for first in range(0, size, unit):
-                    for byte in range(unit):
-                        octet = data[first // unit] >> np.uint32(8 * byte)
-                        buffer.data[offsets + first + byte] = octet.astype(np.uint8)
-                continue
-            view = self._view(buffer, unit)
-            offsets = offsets // unit
-            for k in range(len(data)):
-                view[offsets + k] = data[k]
+                buffer.written[octets] = True
+            if buffer.base % unit or (part & (unit - 1)).any():
+                buffer.data[octets] = np.ascontiguousarray(data.T).view(np.uint8)[:, :size]
+            else:
+                self._view(buffer, unit)[offsets // unit + np.arange(len(data))] = data.T
 
     def _split_fast(self, addresses: Array, size: int) -> list[tuple[Buffer, Array | None]]:
         buffer = self.find(int(addresses.min()), int(addresses.max()) + size)

@@ -259,7 +259,8 @@ def _bind_mad_64(inst: Instruction, program: Program) -> Step:
 
 
 def _bind_div_scale(inst: Instruction, program: Program) -> Step:
-    op = Op("f32", ("f32", "f32", "f32"), arithmetic.div_scale)
+    kind = inst.name[-3:]
+    op = Op(kind, (kind, kind, kind), arithmetic.div_scale)
     r0, r1, r2 = readers(inst, op, program, inst.operands[2:5])
     _, write = destination(inst, op, program)
     out = _mask_pair(inst.operands[1], inst, program)
@@ -273,7 +274,8 @@ def _bind_div_scale(inst: Instruction, program: Program) -> Step:
 
 
 def _bind_div_fmas(inst: Instruction, program: Program) -> Step:
-    op = Op("f32", ("f32", "f32", "f32"), arithmetic.div_fmas)
+    kind = inst.name[-3:]
+    op = Op(kind, (kind, kind, kind), arithmetic.div_fmas)
     r0, r1, r2 = readers(inst, op, program, inst.operands[1:4])
     _, write = destination(inst, op, program)
     return lambda w: write(w, arithmetic.div_fmas(r0(w), r1(w), r2(w), w.lanes(VCC >> 1)))
@@ -295,6 +297,7 @@ def _bind_mask_count(inst: Instruction, program: Program) -> Step:
 
 SPECIAL = {
     "v_mad_u64_u32": _bind_mad_64, "v_mad_i64_i32": _bind_mad_64, "v_div_scale_f32": _bind_div_scale,
-    "v_div_fmas_f32": _bind_div_fmas, "v_mbcnt_lo_u32_b32": _bind_mask_count,
+    "v_div_scale_f64": _bind_div_scale, "v_div_fmas_f32": _bind_div_fmas, "v_div_fmas_f64": _bind_div_fmas,
+    "v_mbcnt_lo_u32_b32": _bind_mask_count,
     "v_mbcnt_hi_u32_b32": _bind_mask_count,
 }  # fmt: skip

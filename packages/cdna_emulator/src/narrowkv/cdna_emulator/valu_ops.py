@@ -172,7 +172,8 @@ VALU: dict[str, Op] = {
         "v_fract_f64": a.fraction, "v_frexp_mant_f64": lambda x: np.frexp(x)[0],
     }),
     "v_frexp_exp_i32_f64": Op("i32", ("f64",), a.exponent_of),
-    "v_fma_f64": Op("f64", ("f64", "f64", "f64"), a.fma64),
+    **_family("f64", "f64 f64 f64", {"v_fma_f64": a.fma64, "v_div_fixup_f64": a.div_fixup}),
+    "v_trig_preop_f64": Op("f64", ("f64", "u32"), a.two_over_pi),
     # conversions between the wide types; narrow formats are in convert.py
     "v_cvt_f32_i32": Op("f32", ("i32",), lambda x: x.astype(np.float32)),
     "v_cvt_f32_u32": Op("f32", ("u32",), lambda x: x.astype(np.float32)),

@@ -19,7 +19,7 @@ _files: dict[str, Path] = {}  # assembly of a code object, by the code object's 
 
 
 class AssemblyError(ValueError):
-    """The assembly of a code object is not known, or is another's."""
+    """The assembly of a code object is not known, is another's, or calls functions."""
 
 
 def remember_assembly(
@@ -39,7 +39,8 @@ def assembly_of(elf: bytes, arch: str) -> str:
         arch: "gfx942" or "gfx950".
 
     Raises:
-        AssemblyError: Triton did not load it, or its assembly gives other machine code.
+        AssemblyError: Triton did not load it, its assembly gives other machine code, or it calls functions,
+            whose addresses the linker writes.
     """
     file = _files.get(_key(elf))
     if file is None:
@@ -48,6 +49,8 @@ def assembly_of(elf: bytes, arch: str) -> str:
             "compiled and loads, not code objects from elsewhere"
         )
     text = file.read_text()
+    if "s_swappc_b64" in text:
+        raise AssemblyError("the kernel calls functions (noinline=True), which the virtual GPU does not run")
     if machine_code(_assemble(text, arch)) != machine_code(elf):
         raise AssemblyError(f"{file} is not the assembly of the code object beside it: delete that folder")
     return text

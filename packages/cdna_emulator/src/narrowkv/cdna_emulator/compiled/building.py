@@ -58,15 +58,25 @@ def _compiler(kind: str, named: str | None) -> tuple[tuple[str, ...], str]:
 
 
 @lru_cache(maxsize=1)
-def _processor() -> str:
-    """What ``-march=native`` depends on."""
+def _processor() -> dict[str, str]:
+    """What Linux says of the first processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    wanted = ("flags", "Features", "model name", "cpu family", "model", "CPU part")
-    first = {line.split(":", 1)[0].strip(): line for line in reversed(lines) if ":" in line}
-    return "\n".join([platform.machine(), *(first[name] for name in wanted if name in first)])
+    pairs = [line.partition(":") for line in reversed(lines) if ":" in line]
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def processor_flags() -> set[str]:
+    """The names of the processor's extensions; none if Linux does not say."""
+    return set(_processor().get("flags", "").split())
+
+
+def text_of(sources: Sequence[Path]) -> list[str]:
+    """Names and contents of sources, and of the headers (``*.h``) in their folders."""
+    headers = sorted({h for source in sources for h in source.parent.glob("*.h")})
+    return [f"{path.name}\n{path.read_text()}" for path in (*sources, *headers)]
 
 
 @contextmanager
@@ -109,9 +119,10 @@ def build_library(name: str, sources: Sequence[Path], compiler: str = "c", flags
     """
     named = os.environ.get("CC") if compiler == "c" else os.environ.get("CXX")
     command, version = _compiler(compiler, named or None)
-    headers = sorted({h for source in sources for h in source.parent.glob("*.h")})
-    parts = [shlex.join([*command, *flags]), version, _processor()]
-    parts += [f"{path.name}\n{path.read_text()}" for path in (*sources, *headers)]
+    # Of the processor what ``-march=native`` depends on.
+    wanted = ("flags", "Features", "model name", "cpu family", "model", "CPU part")
+    processor = [f"{name}: {_processor()[name]}" for name in wanted if name in _processor()]
+    parts = [shlex.join([*command, *flags]), version, platform.machine(), *processor, *text_of(sources)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     folder = cache_folder() / f"{name}-{key}"
     library = folder / f"lib{name}.so"

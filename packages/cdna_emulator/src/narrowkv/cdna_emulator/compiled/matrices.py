@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from narrowkv.cdna_emulator import formats
-from narrowkv.cdna_emulator.matrix import _BITS, Shape, mfma_shape
+from narrowkv.cdna_emulator.matrix import _BITS, Shape, mfma_shape, shared_blocks
 from narrowkv.cdna_emulator.matrix_sums import _LEAST, GROUPS
 from narrowkv.cdna_emulator.operands import constant_bits
 from narrowkv.cdna_emulator.parser import Instruction
@@ -33,8 +33,8 @@ _FACTOR = np.dtype(
     + [("start", "i4", 16), ("format", FORMAT)]
 )
 _SHAPE = np.dtype(
-    [(name, "i4") for name in ("m", "k", "blocks", "result", "group", "scale_a", "scale_b", "pad")]
-    + [("a", _FACTOR), ("b", _FACTOR)]
+    [(name, "i4") for name in ("m", "k", "blocks", "result", "group", "scale_a", "scale_b")]
+    + [("sharing", "i4", 16), ("a", _FACTOR), ("b", _FACTOR)]
 )
 
 
@@ -67,6 +67,7 @@ def translate_matrix(code: Code, inst: Instruction) -> bool:
     fields["a"], fields["b"] = (_factor(kind, shape, program.target) for kind in (shape.a, shape.b))
     uses_model = program.hardware_sums and shape.a in GROUPS and "f8f6f4" not in inst.name
     fields["group"] = GROUPS[shape.a] if uses_model else 0
+    fields["sharing"][0, : shape.blocks] = shared_blocks(inst, shape)
     scales = [0, 0]
     for which, name in enumerate(("scale_a", "scale_b")):
         fields[name] = -1

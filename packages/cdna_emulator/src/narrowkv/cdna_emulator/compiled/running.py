@@ -60,9 +60,7 @@ _WORKER = np.dtype(
 _FAULTS: tuple[tuple[type[EmulatorError], str], ...] = (
     (EmulatorError, ""),
     (OutOfRangeError, "load of {size} bytes out of range: {where}"),
-    (MisalignedError, "misaligned load of {size} bytes"),
     (OutOfRangeError, "store of {size} bytes out of range: {where}"),
-    (MisalignedError, "misaligned store of {size} bytes"),
     (OutOfRangeError, "store to read-only buffer {buffer!r}"),
     (UninitialisedError, "an uninitialised register is stored"),
     (OutOfRangeError, "atomic out of range: {where}"),
@@ -73,7 +71,7 @@ _FAULTS: tuple[tuple[type[EmulatorError], str], ...] = (
     (DeadlockError, "no end after {limit} blocks: waves wait for each other or loop"),
     (EmulatorError, "no memory for a workgroup"),
 )
-_SCALAR_RANGE, _ENDLESS, _NO_MEMORY = 11, 12, 13
+_SCALAR_RANGE, _ENDLESS, _NO_MEMORY = 9, 10, 11
 _MAX_SLOTS = 32  # workgroups that one thread runs interleaved, if they wait for each other
 
 

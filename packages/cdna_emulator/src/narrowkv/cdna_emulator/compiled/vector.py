@@ -215,12 +215,12 @@ def _mad_64(code: Code, inst: Instruction) -> None:
 
 
 def _div_scale(code: Code, inst: Instruction) -> None:
-    rows = sources(code, inst, Op("f32", ("f32",) * 3, np.add), [2, 3, 4])
+    rows = sources(code, inst, Op("", (inst.name[-3:],) * 3, np.add), [2, 3, 4])
     emit_rows(code, inst.name, code.operand(inst, 0).index, rows, y=_mask(code, inst, 1))
 
 
 def _div_fmas(code: Code, inst: Instruction) -> None:
-    rows = sources(code, inst, Op("f32", ("f32",) * 3, np.add), [1, 2, 3])
+    rows = sources(code, inst, Op("", (inst.name[-3:],) * 3, np.add), [1, 2, 3])
     emit_rows(code, inst.name, code.operand(inst, 0).index, rows)
 
 
@@ -240,7 +240,9 @@ _SPECIAL = {
     "v_mad_u64_u32": _mad_64,
     "v_mad_i64_i32": _mad_64,
     "v_div_scale_f32": _div_scale,
+    "v_div_scale_f64": _div_scale,
     "v_div_fmas_f32": _div_fmas,
+    "v_div_fmas_f64": _div_fmas,
     "v_mbcnt_lo_u32_b32": _mask_count,
     "v_mbcnt_hi_u32_b32": _mask_count,
 }

@@ -102,16 +102,14 @@ static inline void extent(const u32 *A, u32 *most, u32 *bits) {
   EACH { m = A[l] > m ? A[l] : m; n |= A[l]; }
   *most = m, *bits = n;
 }
-static inline u64 unaligned_bits(int size) { return size >= 4 ? 3 : (u64)size - 1; }
-
-// Whether the lanes access `size` bytes each, less than `limit` bytes from the base on, in one buffer and aligned.
+// Whether the lanes access `size` bytes each, less than `limit` bytes from the base on, in one buffer.
 // If they are to be stored, the buffer must be writable and be the only one there.
 static inline int all_inside(Wave *w, u64 base, const u32 *A, int size, u64 limit, const Buffer **stored) {
   u32 most, bits;
   if (!w->full) return 0;
   extent(A, &most, &bits);
   const u64 end = base + most + (u64)size;
-  if (most + (u64)size > limit || (base | bits) & unaligned_bits(size)) return 0;
+  if (most + (u64)size > limit) return 0;
   const Buffer *b = find(w, base, end);
   if (!stored || !b) return b != NULL;
   *stored = b;

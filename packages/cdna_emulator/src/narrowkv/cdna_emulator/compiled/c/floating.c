@@ -69,35 +69,44 @@ DOUBLES(omod_f64, DA * DB)
 DOUBLES(clamp_f64, DA != DA ? 0.0 : DA > 0 ? (DA < 1 ? DA : 1.0) : 0.0)
 
 // ---- the division sequence
-static inline float fixed_up(float quotient, float denominator, float numerator) {
-  float sign = (as_bits(denominator) ^ as_bits(numerator)) >> 31 ? -1.0f : 1.0f;
-  float r = copysignf(quotient, sign);
-  int infinite = fabsf(denominator) == INFINITY, endless = fabsf(numerator) == INFINITY;
-  r = infinite | (numerator == 0) ? copysignf(0.0f, sign) : r;
-  r = (denominator == 0) | endless ? copysignf(INFINITY, sign) : r;
-  int invalid = ((denominator == 0) & (numerator == 0)) | (infinite & endless);
-  return invalid | (denominator != denominator) | (numerator != numerator) ? as_float(0x7FC00000u) : r;
-}
+#define FIXED_UP(name, T, copy_sign, infinity, nan)                                               \
+  static inline T name(T quotient, T denominator, T numerator) {                                  \
+    T sign = !signbit(denominator) != !signbit(numerator) ? -1 : 1, r = copy_sign(quotient, sign); \
+    int infinite = isinf(denominator) != 0, endless = isinf(numerator) != 0;                      \
+    r = infinite | (numerator == 0) ? copy_sign(0, sign) : r;                                     \
+    r = (denominator == 0) | endless | (r != r) ? copy_sign(infinity, sign) : r;                  \
+    int invalid = ((denominator == 0) & (numerator == 0)) | (infinite & endless);                 \
+    return invalid | (denominator != denominator) | (numerator != numerator) ? nan : r;           \
+  }
+FIXED_UP(fixed_up, float, copysignf, INFINITY, as_float(0x7FC00000u))
+FIXED_UP(fixed_up64, double, copysign, INFINITY, as_double(0x7FF8ull << 48))
 FLOATS(v_div_fixup_f32, fixed_up(A[l], B[l], C[l]))
+DOUBLES(v_div_fixup_f64, fixed_up64(DA, DB, DC))
 static inline u16 fixed_up_half(u16 quotient, u16 denominator, u16 numerator) {
   float r = fixed_up(half_to_float(quotient), half_to_float(denominator), half_to_float(numerator));
-  return r != r && half_to_float(quotient) == half_to_float(quotient) ? 0x7E00 : float_to_half(r);
+  return r != r ? 0x7E00 : float_to_half(r);
 }
 HALVES(v_div_fixup_f16, fixed_up_half(a, b, c))
 
-static inline float scaled(float x, float denominator, float numerator, u32 *lanes) {
-  int n = as_bits(numerator) >> 23 & 255, d = as_bits(denominator) >> 23 & 255;
-  double quotient = (double)numerator / denominator;
-  int zero = (numerator == 0) | (denominator == 0), far = !zero & (n - d >= 96);
-  int denormal = !zero & !far & (fabsf(denominator) < 0x1p-126f), rest = !zero & !far & !denormal;
-  int small_reciprocal = fabs(1.0 / (double)denominator) < 0x1p-126, small_quotient = fabs(quotient) < 0x1p-126;
-  int small_numerator = rest & !small_reciprocal & !small_quotient & (n <= 23);
-  *lanes = far | (rest & small_quotient) ? ~0u : 0;
-  int up = denormal | (far & (x == denominator)) | small_numerator |
-           (rest & !small_reciprocal & small_quotient & (x == numerator));
-  int down = rest & small_reciprocal & (!small_quotient | (x == denominator));
-  return zero ? as_float(0x7FC00000u) : ldexp_f32(x, up ? 64 : down ? -64 : 0);
-}
+static inline int exponent32(float x) { return as_bits(x) >> 23 & 255; }
+static inline int exponent64(double x) { return as_bits64(x) >> 52 & 2047; }
+// x scaled, and whether the lane's quotient is. apart: difference of exponents; least: small exponent of a numerator
+#define SCALED(name, T, exponent, tiny, nan, apart, least, factor)                                \
+  static inline T name(T x, T denominator, T numerator, u32 *lanes) {                             \
+    int n = exponent(numerator), d = exponent(denominator);                                       \
+    double quotient = (double)numerator / denominator;                                            \
+    int zero = (numerator == 0) | (denominator == 0), far = !zero & (n - d >= apart);             \
+    int denormal = !zero & !far & (fabs(denominator) < tiny), rest = !zero & !far & !denormal;    \
+    int small_reciprocal = fabs(1.0 / (double)denominator) < tiny, small_quotient = fabs(quotient) < tiny; \
+    int small_numerator = rest & !small_reciprocal & !small_quotient & (n <= least);              \
+    *lanes = far | (rest & small_quotient) ? ~0u : 0;                                             \
+    int up = denormal | (far & (x == denominator)) | small_numerator |                            \
+             (rest & !small_reciprocal & small_quotient & (x == numerator));                      \
+    int down = rest & small_reciprocal & (!small_quotient | (x == denominator));                  \
+    return zero ? nan : x * (T)(up ? factor : down ? 1 / factor : 1);                             \
+  }
+SCALED(scaled, float, exponent32, 0x1p-126, as_float(0x7FC00000u), 96, 23, 0x1p64)
+SCALED(scaled64, double, exponent64, 0x1p-1022, as_double(0x7FF8ull << 48), 768, 53, 0x1p128)
 OP(v_div_scale_f32) {  // y: scalar pair of the lanes that were scaled
   const float *A = (const float *)ROW(a), *B = (const float *)ROW(b), *C = (const float *)ROW(c);
   const u32 *M = w->mask;
@@ -112,6 +121,24 @@ OP(v_div_scale_f32) {  // y: scalar pair of the lanes that were scaled
   put_pair(w, o->y, pack_mask(lanes));
   NEXT;
 }
+OP(v_div_scale_f64) {
+  const u32 *A = ROW(a), *B = ROW(b), *C = ROW(c), *M = w->mask;
+  u32 *D = ROW(d), lanes[64];
+  for (int l = 0; l < 64; l++) {
+    u32 on;
+    u64 r = as_bits64(scaled64(DA, DB, DC, &on));
+    if (M[l]) D[l] = (u32)r, D[64 + l] = (u32)(r >> 32);
+    lanes[l] = on & M[l];
+  }
+  put_pair(w, o->y, pack_mask(lanes));
+  NEXT;
+}
+// The sum, of the two neighbours of an inexact one that whose last bit is set: rounding it again rounds the exact sum.
+static inline double sum_to_odd(double x, double y) {
+  double total = x + y, back = total - x, error = (x - (total - back)) + (y - back);
+  u64 bits = as_bits64(total), nudge = (error > 0) == (total > 0) ? 1 : ~0ull;
+  return as_double(bits + ((error != 0) & (fabs(error) < INFINITY) & !(bits & 1) ? nudge : 0));
+}
 OP(v_div_fmas_f32) {
   const float *A = (const float *)ROW(a), *B = (const float *)ROW(b), *C = (const float *)ROW(c);
   const u32 *M = w->mask;
@@ -119,10 +146,29 @@ OP(v_div_fmas_f32) {
   u32 vcc[64];
   unpack_mask(vcc, pair(w, VCC));
   EACH {
-    float r = __builtin_fmaf(A[l], B[l], C[l]);
-    float moved = ldexp_f32(r, (as_bits(C[l]) >> 23 & 255) > 127 ? 64 : -64);
-    r = vcc[l] ? moved : r;
+    double factor = vcc[l] ? (exponent32(C[l]) > 127 ? 0x1p64 : 0x1p-64) : 1;
+    float r = (float)(sum_to_odd((double)A[l] * (double)B[l], C[l]) * factor);
     D[l] = M[l] ? r : D[l];
+  }
+  NEXT;
+}
+// (x * y + z) * 2**-128 with one rounding: if the first one ends halfway between two subnormal results, its error decides.
+static double scaled_down(double x, double y, double z) {
+  double r = fma(x, y, z), v = r * 0x1p-128;
+  if (fabs(v) < 0x1p-1022 && fabs(r - v * 0x1p128) == 0x1p-947) {
+    double error = fma(x, y, z - r);
+    if (error != 0) v = nextafter(r, error > 0 ? INFINITY : -INFINITY) * 0x1p-128;
+  }
+  return v;
+}
+OP(v_div_fmas_f64) {
+  const u32 *A = ROW(a), *B = ROW(b), *C = ROW(c), *M = w->mask;
+  u32 *D = ROW(d), vcc[64];
+  unpack_mask(vcc, pair(w, VCC));
+  for (int l = 0; l < 64; l++) {
+    int down = exponent64(DC) <= 1023;
+    u64 r = as_bits64(vcc[l] && down ? scaled_down(DA, DB, DC) : fma(DA, DB, DC) * (vcc[l] ? 0x1p128 : 1.0));
+    if (M[l]) D[l] = (u32)r, D[64 + l] = (u32)(r >> 32);
   }
   NEXT;
 }
@@ -163,7 +209,7 @@ DOUBLES(v_add_f64, DA + DB)
 DOUBLES(v_mul_f64, DA * DB)
 LANEWISE64(v_min_f64, smallest_f64(A64, B64))
 LANEWISE64(v_max_f64, largest_f64(A64, B64))
-DOUBLES(v_fma_f64, (double)((long double)DA * (long double)DB + (long double)DC))
+DOUBLES(v_fma_f64, __builtin_fma(DA, DB, DC))
 DOUBLES(v_ldexp_f64, ldexp(DA, (i32)B[l]))
 DOUBLES(v_rcp_f64, 1.0 / DA)
 DOUBLES(v_rsq_f64, 1.0 / __builtin_sqrt(DA))
@@ -180,6 +226,21 @@ DOUBLES(v_fract_f64, fraction64(DA))
 static inline double mantissa64(double x) { int e; return frexp(x, &e); }
 DOUBLES(v_frexp_mant_f64, mantissa64(DA))
 LANEWISE(v_frexp_exp_i32_f64, i32, u32, u32, u32, exponent_of(DA))
+
+// 1201 bits of 2 / pi, then zeros; segment: which 53 of them
+static const u64 TWO_OVER_PI[64] = {
+  0xA2F9836E4E441529, 0xFC2757D1F534DDC0, 0xDB6295993C439041, 0xFE5163ABDEBBC561, 0xB7246E3A424DD2E0, 0x06492EEA09D1921C,
+  0xFE1DEB1CB129A73E, 0xE88235F52EBB4484, 0xE99C7026B45F7E41, 0x3991D639835339F4, 0x9C845F8BBDF9283B, 0x1FF897FFDE05980F,
+  0xEF2F118B5A0A6D1F, 0x6D367ECF27CB09B7, 0x4F463F669E5FEA2D, 0x7527BAC7EBE5F17B, 0x3D0739F78A5292EA, 0x6BFB5FB11F8D5D08,
+  0x56033046FC7B0000,
+};
+static inline double two_over_pi(double x, u32 segment) {
+  const int exponent = exponent64(x), shift = 53 * (int)(segment & 31) + (exponent > 1077 ? exponent - 1077 : 0);
+  const u64 *word = TWO_OVER_PI + shift / 64;
+  const u64 bits = shift % 64 ? word[0] << shift % 64 | word[1] >> (64 - shift % 64) : word[0];
+  return ldexp((double)(bits >> 11), (exponent >= 1968 ? 75 : -53) - shift);
+}
+DOUBLES(v_trig_preop_f64, two_over_pi(DA, B[l]))
 
 // ---- conversions: out of range saturates, NaN gives 0
 static inline i32 to_i32(double x) { return x != x ? 0 : x <= -0x1p31 ? INT32_MIN : x >= 0x1p31 - 1 ? INT32_MAX : (i32)x; }

@@ -2,6 +2,8 @@
 #include "access.h"
 #include "atomic.h"
 
+static inline u64 unaligned_bits(int size) { return size >= 4 ? 3 : (u64)size - 1; }
+
 // Addresses of LDS: the row a plus an offset. False: `o` has failed.
 static inline int lds_lanes(Wave *w, const Op *o, Lanes *lanes, i32 offset, int size) {
   const u32 *A = ROW(a), *M = w->mask;

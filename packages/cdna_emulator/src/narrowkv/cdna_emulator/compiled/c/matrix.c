@@ -14,7 +14,8 @@ typedef struct {
 } Factor;
 typedef struct {
   i32 m, k, blocks, result;
-  i32 group, scale_a, scale_b, pad;  // group: products of a group of the hardware's sums, or 0
+  i32 group, scale_a, scale_b;  // group: products of a group of the hardware's sums, or 0
+  i32 sharing[16];              // the block whose A each block multiplies
   Factor a, b;
 } Shape;
 #define MOST 2048  // elements of A or B
@@ -117,9 +118,10 @@ static inline __attribute__((always_inline)) void store_row(
 
 // Blocks of M x M, STEP rows of A at a time, in vectors of N columns of B: each sum is formed in the order of k.
 #define BLOCKS(M, STEP, N, TYPE, ONE, ADD)                                                                \
-  static void blocks_of_##M(const double *a, const double *b, const u32 *C, const Shape *s, int same, u32 *out) { \
+  static void blocks_of_##M(const double *blocks, const double *b, const u32 *C, const Shape *s, int same, u32 *out) { \
     double t[STEP * M] __attribute__((aligned(64)));                                                      \
-    for (int block = 0; block < s->blocks; block++, a += s->k * M, b += s->k * M) {                       \
+    for (int block = 0; block < s->blocks; block++, b += s->k * M) {                                      \
+      const double *a = blocks + s->sharing[block] * s->k * M;                                            \
       for (int first = 0; first < M; first += STEP) {                                                     \
         TYPE sum[STEP][M / N];                                                                            \
         for (int u = 0; u < STEP; u++)                                                                    \
@@ -218,9 +220,9 @@ static void multiply_as_hardware(u32 *D, const u32 *A, const u32 *B, const u32 *
     for (int i = 0; i < m; i++) {
       for (int j = 0; j < m; j++) {
         const int lane = lane_of(m, block, i) + j, at = 64 * register_of(m, block, i) + lane;
-        const int from = block * s->k * m;
+        const double *x = a + s->sharing[block] * s->k * m + i, *y = b + block * s->k * m + j;
         double addend = C ? (double)as_float(C[same ? lane : at]) : 0.0;
-        out[at] = as_bits((float)hardware_sum(a + from + i, b + from + j, addend, s));
+        out[at] = as_bits((float)hardware_sum(x, y, addend, s));
       }
     }
   }

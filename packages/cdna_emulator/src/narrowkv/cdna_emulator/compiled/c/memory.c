@@ -44,12 +44,6 @@ static inline int checked(Wave *w, const Op *o, Lanes *lanes, int size, enum Kin
       if (lanes->buffer && !lanes->buffer->readonly) break;
     }
   }
-  const u64 unit = unaligned_bits(size);
-  if (unlikely(lanes->low_bits & unit)) {
-    int l = first_on(lanes, unit);
-    fail(w, o, kind == LOAD ? LOAD_ALIGNMENT : STORE_ALIGNMENT, l, size, lanes->at[l]);
-    return 0;
-  }
   return 1;
 }
 
