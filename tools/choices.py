@@ -1,9 +1,9 @@
 """Makes the tables of the configurations that operations choose, over a grid of shapes, formats and targets.
 
-    python tools/choices.py           # writes tests/choices/*.txt again; a diff of them is what a change does
+    python tools/choices.py    # writes tests/choices/*.txt; their diff is what a change does
 
-tests/test_choices.py compares. Nothing is compiled. The tables are those of Triton 3.8, on which a few choices
-depend.
+tests/test_choices.py compares. Nothing is compiled. The tables are those of Triton 3.8, on which a few
+choices depend.
 """
 
 from __future__ import annotations
