@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from narrowkv.attn_decode.config import DecodeShape
+from narrowkv.attn_decode.config import DecodeShape, MergeTile
 from narrowkv.attn_decode.config import choose_config as choose_decode
 from narrowkv.attn_prefill import PrefillShape, plan_append, plan_prefill
 from narrowkv.paged_cache import CacheFormat, PagedKVCache
@@ -53,7 +53,7 @@ def described(config: Any, left_out: tuple[str, ...] = ("why",)) -> str:
         parts = [
             described(value) if isinstance(value, LaunchOptions) else f"{name}={described(value)}"
             for name, default, value in known
-            if name not in left_out and value != default
+            if name not in left_out and value not in (default, MergeTile())
         ]
         return f"({' '.join(parts)})"
     if isinstance(config, tuple):
