@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from narrowkv.attn_decode.config_amd import amd_tile
+from narrowkv.attn_decode.config_amd import MergeTile, amd_merge_tile, amd_splits, amd_tile
 from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError, check_choice
@@ -63,6 +63,7 @@ class DecodeConfig:
         kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored.
         k_parts, v_parts: elements per word that K and V are read in; see `narrowkv.quant.device.widen_parts`.
         options: compiler options of the attention kernel.
+        merge: of the second kernel.
         prefetch: what is loaded a tile before it is needed: "pages", page ids; "tile", where all rows attend
             to the same keys, keys, values and scales, too; "", nothing.
     """
@@ -78,6 +79,7 @@ class DecodeConfig:
     v_parts: int
     options: LaunchOptions
     prefetch: str = ""
+    merge: MergeTile = field(default_factory=MergeTile)
 
     def explain(self, shape: DecodeShape) -> str:
         """The tile, how often the keys are read and how they are divided, for a person."""
@@ -318,6 +320,9 @@ def choose_config(
             target, block_m, k_format, v_format, q_len=shape.q_len, q_dtype=shape.q_dtype,
             head_dim=shape.head_dim, scale_group=scale_group, kernel=chosen,
         )  # fmt: skip
+        splits = amd_splits(shape.batch, -(-shape.capacity // block_n), compute_units / head_programs)
+        if splits and split is None:
+            split, slots = "per_sequence" if splits > 1 else "none", shape.batch * splits
     elif latency_bound and block_m == 16:
         if unpacks and not get_format(k_format).is_packed:
             kind = "values"
@@ -384,16 +389,10 @@ def choose_config(
     merge_in_launch = split != "none" and num_items <= 4 * shape.batch and not target.is_amd
     # The two ways of merging round differently, and `num_items` depends on the capacity.
     merge_in_launch = merge_in_launch and not batch_invariant and shape.batch * head_programs <= _MAX_COUNTERS
+    merge = MergeTile()
+    if target.is_amd and split == "per_sequence":
+        merge = amd_merge_tile(num_items // max(shape.batch, 1))
     return DecodeConfig(
-        block_m,
-        block_n,
-        split,
-        num_items,
-        tiles_per_split,
-        merge_in_launch,
-        chosen,
-        k_parts,
-        v_parts,
-        options,
-        prefetch,
-    )
+        block_m, block_n, split, num_items, tiles_per_split, merge_in_launch, chosen, k_parts, v_parts,
+        options, prefetch, merge,
+    )  # fmt: skip

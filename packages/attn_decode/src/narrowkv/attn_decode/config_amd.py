@@ -1,12 +1,86 @@
-"""Decode's tiles of few rows on AMD."""
+"""Decode on AMD: tiles of few rows, splits of short calls, and the merge of their partial results."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
+
+
+@dataclass(frozen=True)
+class MergeTile:
+    """How the second kernel merges a row's splits.
+
+    Attributes:
+        splits: merged at once.
+        warps: of a program.
+    """
+
+    splits: int = 16
+    warps: int = 1
+
+
+# The most splits that each tile is for. Model, microseconds, 96/8 heads, head_dim 128, gfx942 and gfx950; in
+# parentheses splits at once and waves.
+_MERGES = (
+    (4, MergeTile(4, 1)),  # B64: 2.6 and 2.5; (16, 1) 4.2 and 3.4
+    (8, MergeTile(8, 1)),  # B64: 3.1 and 2.5; (16, 1) 4.2 and 3.4; (16, 2) 9.2 and 7.2
+    (16, MergeTile(16, 2)),  # B4: 1.9 and 1.6; (16, 1) 2.2 and 1.8; (32, 2) 2.5 and 1.7
+    (32, MergeTile(32, 2)),  # B4: 2.6 and 2.1; (16, 1) 3.6 and 2.9; (64, 4) 3.0 and 2.8
+    # B1 of 128: 3.4 and 2.9; (16, 1) 11.7 and 9.7; (64, 4) 5.3 and 4.5; (128, 8) 4.2 and 3.6. Of 256: 6.0
+    # and 5.1; (64, 4) 9.8 and 8.3.
+    (2**31, MergeTile(128, 4)),
+)
+
+
+def amd_merge_tile(splits: int) -> MergeTile:
+    """The tile that merges rows of so many splits."""
+    return next(tile for most, tile in _MERGES if splits <= most)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Equal splits of every sequence, for calls whose longest sequence gives a program few key tiles.
+
+    An even share of all keys would serve sequences of unequal lengths better, but is searched for by two
+    loops over the batch, in the merge, too.
+
+    Attributes:
+        programs: of a compute unit.
+        most_tiles: of a program.
+    """
+
+    programs: int
+    most_tiles: int
+
+
+# The first that fits is taken. Model, microseconds, FP8, page 16, 96/8 heads, head_dim 128, gfx942 and
+# gfx950, in parentheses splits of a sequence.
+_SPLITS = (
+    # B4 8k: (32) 28.2 and 16.8, (64) 31.7 and 19.2, even 32.2 and 22.4. B1 8k: (128) 14.4 and 9.5, (64) 14.8
+    # and 9.5.
+    _Split(programs=4, most_tiles=4),
+    # B64 1k: (4) 45.3 and 28.5, even 50.2 and 36.8.
+    _Split(programs=8, most_tiles=8),
+)
+
+
+def amd_splits(batch: int, tiles: int, compute_units: float) -> int:
+    """The number of equal splits of every sequence, or 0 where programs get an even share of all keys.
+
+    Args:
+        batch: sequences; tiles: key tiles of the longest.
+        compute_units: of the GPU, divided by the programs that one sequence has without splits.
+    """
+    for row in _SPLITS:
+        each = -(-tiles // max(int(compute_units * row.programs) // max(batch, 1), 1))
+        if each <= row.most_tiles or batch == 1:
+            return -(-tiles // max(each, 1))
+    return 0
 
 
 def amd_tile(
@@ -36,6 +110,7 @@ def amd_tile(
         kernel: "decode" or "native".
     """
     native, narrow_head = kernel == "native", head_dim <= 128
+    fp8 = k_format.startswith("fp8_") and v_format.startswith("fp8_")
     warps = 1 if block_m <= 32 else 4
     block_n = 16 if not narrow_head else 32 if k_format in ("bf16", "fp16") else 64
     if native:
@@ -43,7 +118,13 @@ def amd_tile(
         warps = max(warps, 2)
         block_n = 128 if narrow_head and block_m == 16 else 64 if block_m <= 32 else 32
     prefetch = ""
-    if block_m <= 32:
+    # FNUZ would spill 64 registers on gfx942, 28 on gfx950.
+    ahead = fp8 and target.native_fp8 and "fp8_e4m3fnuz" not in (k_format, v_format)
+    if ahead and block_m == 16 and q_len == 1 and head_dim in (64, 128):
+        # Model, whole calls in microseconds, with even shares, without it and with it, gfx942 and gfx950:
+        # B64 8k 280 and 270, 213 and 181; B4 8k 34.8 and 32.2, 25.0 and 22.4.
+        prefetch = "tile"
+    elif block_m <= 32:
         prefetch = _prefetch(target, k_format, v_format, q_len, head_dim, scale_group, native)
     # Two waves a SIMD fit at these registers on gfx950, and on gfx942 for heads of 64 or with FP8 keys; told
     # so, the compiler spills no scalars. More are needed by the native kernel for heads wider than 128 with
@@ -58,7 +139,7 @@ def amd_tile(
     fits = fits and (get_format(k_format).is_packed or get_format(v_format).is_packed)
     roomy = target.name == "gfx950" or head_dim <= 64
     roomy = roomy or (prefetch == "tile" and k_format != v_format and q_len == 1)
-    waves = 2 if fits and roomy else None
+    waves = 2 if (fits and roomy) or (fp8 and prefetch == "tile") else None
     options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16, waves_per_eu=waves)
     return block_n, options, prefetch
 
@@ -76,7 +157,7 @@ def _prefetch(
 
     Model, share of the time that HBM is busy, 96/8 heads, head_dim 128, gfx942 and gfx950, without and with
     "tile": FP4 78 and 66%, 100 and 100%; FP8 keys with FP4 values 80 and 66%, 100 and 100%; INT4 77 and
-    67%, 100 and 93%. FP8 alone reaches 100 and 96% without. Elsewhere a tile more in registers spills.
+    67%, 100 and 93%. Elsewhere a tile more in registers spills.
     """
     if "fp4_e2m1" not in (k_format, v_format) and not k_format == v_format == "int4":
         return ""
@@ -84,8 +165,8 @@ def _prefetch(
     if gfx942 and v_format not in ("fp4_e2m1", "int4"):
         return ""
     if q_len > 1 and scale_group:
-        # Under Triton 3.9.0 a tile beside the masks of 192 channels spills a register on gfx950 in every other
-        # compilation, and page ids alone spill a scalar in gfx942's loop.
+        # Under Triton 3.9.0 a tile beside the masks of 192 channels spills a register on gfx950 in every
+        # other compilation, and page ids alone spill a scalar in gfx942's loop.
         padded = head_dim & (head_dim - 1) != 0
         return "" if native else "pages" if padded and not gfx942 else "tile"
     groups = (scale_group == 16 and (mixed or gfx942)) or (scale_group and mixed and gfx942)

@@ -288,7 +288,9 @@ class DecodePlan(Plan):
         if config.split == "none" or config.merge_in_launch or config.num_items == batch:
             return attend, None
         merging = {name: value for name, value in constexprs.items() if name != "K"}
-        options = LaunchOptions(num_warps=1, num_stages=1, launch_pdl=constexprs["RULES"].early)
+        merging["BLOCK_S"] = config.merge.splits
+        early = constexprs["RULES"].early
+        options = LaunchOptions(num_warps=config.merge.warps, num_stages=1, launch_pdl=early)
         return attend, self.bind(_merge_splits_kernel, options, **merging)
 
     def _prepare(

@@ -8,7 +8,14 @@ reductions).
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.loop import Keys, State, attend_to_rows, attend_to_tiles, unless_zero
+from narrowkv.attn_decode.kernels.loop import (
+    Keys,
+    State,
+    attend_to_rows,
+    attend_to_tiles,
+    load_first_tiles,
+    unless_zero,
+)
 from narrowkv.attn_decode.kernels.registers import attend_in_registers, load_query_registers
 from narrowkv.attn_decode.kernels.tiles import (
     attended_span,
@@ -123,6 +130,16 @@ def _paged_decode_kernel(
     begin = first_tile + (split * num_tiles) // num_splits
     end = first_tile + ((split + 1) * num_tiles) // num_splits
 
+    last = tl.maximum(end_key - 1, 0)
+    if RULES.prefetch == "tile":
+        # The tile that is loaded ahead of the last one belongs to another split: its keys are not read.
+        last = tl.minimum(last, end * BLOCKS.n - 1)
+    keys = Keys(row_base, kv_head, first, last)
+    loaded = None
+    if ALIKE and RULES.prefetch == "tile":
+        # Before Q is widened, which takes as long as the loads.
+        loaded = load_first_tiles(begin, k, v, k_descale, v_descale, table, keys, SIZES, K, V, RULES, BLOCKS)
+
     if not ALIKE:
         low, high, full_first, full_end = row_limits(
             io, seq, rows // SIZES.gqa_ratio, row_mask, kv_len, first, end_key, SIZES.q_len, RULES.window_left
@@ -168,7 +185,6 @@ def _paged_decode_kernel(
         tl.zeros([BLOCKS.m], tl.float32),
         out_scale * 0.0 + LEAST_FACTOR,
     )
-    keys = Keys(row_base, kv_head, first, tl.maximum(end_key - 1, 0))
     if REGISTERS:
         acc, m, l, v_largest = attend_in_registers(
             begin, end, q, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table, keys,
@@ -177,7 +193,7 @@ def _paged_decode_kernel(
     elif ALIKE:
         acc, m, l, v_largest = attend_to_tiles(
             begin, end, end, 0, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table,
-            keys, None, SIZES, K, V, RULES, BLOCKS, "keys",
+            keys, None, loaded, SIZES, K, V, RULES, BLOCKS, "keys",
         )  # fmt: skip
     else:
         full = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCKS.n), begin), end)

@@ -99,9 +99,33 @@ def key_bias(n, keys):
 
 
 @triton.jit
+def load_first_tiles(
+    begin, k, v, k_descale, v_descale, table, keys,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Scales and words of tile `begin` and page ids of the next: a loop that loads tiles ahead begins so."""
+    K_WORD: tl.constexpr = 2 if RULES.native else K.parts
+    n = begin * BLOCKS.n + tl.arange(0, BLOCKS.n)
+    page, slot = locate_keys(
+        table, keys.row_base, n, keys.first_key, keys.last_key, SIZES.page_size, RULES.int64_offsets
+    )
+    k_scale, v_scale = load_scales(
+        k_descale, v_descale, page, slot, keys, K, V, BLOCKS, SIZES.head_dim, RULES.native, True
+    )
+    dk, dv = tl.arange(0, BLOCKS.dk // K_WORD), tl.arange(0, BLOCKS.d // V.parts)
+    k_words, v_words = load_tiles(
+        page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES.head_dim, K_WORD
+    )
+    page_ids = load_page_ids(
+        table, keys.row_base, n + BLOCKS.n, keys.first_key, keys.last_key, SIZES.page_size
+    )
+    return k_scale, v_scale, k_words, v_words, page_ids
+
+
+@triton.jit
 def attend_to_tiles(
     begin, end, gap_at, gap, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table, keys,
-    rows,
+    rows, loaded,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
     MASK: tl.constexpr, SHARE: tl.constexpr = 1,
 ):  # fmt: skip
@@ -113,6 +137,7 @@ def attend_to_tiles(
         state: `State` before the first tile.
         k, v, k_descale, v_descale, table, keys: pointers and `Table` and `Keys`.
         rows: `SeenKeys` of the rows with MASK "rows", else None.
+        loaded: of `load_first_tiles`, or None.
         MASK: which keys of a tile rows attend to: "none", all; "keys", those from `keys.first_key` to
             `keys.last_key`; "rows", as `rows` says.
         SHARE: the number of equal shares in which a tile is loaded and scored.
@@ -144,20 +169,20 @@ def attend_to_tiles(
     # What belongs to single keys is read one tile ahead: nothing else hides the time such small loads take.
     k_next = 1.0
     v_next = 1.0
-    if K_PER_KEY or V_PER_KEY or AHEAD:
+    if PREFETCH:
+        if loaded is None:
+            loaded = load_first_tiles(
+                begin, k, v, k_descale, v_descale, table, keys, SIZES, K, V, RULES, BLOCKS
+            )
+        k_next, v_next, k_ahead, v_ahead, page_ids = loaded
+    elif K_PER_KEY or V_PER_KEY or AHEAD:
         n = tile_after_gap(begin, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
         page, slot = locate_keys(
             table, keys.row_base, n, keys.first_key, keys.last_key, SIZES.page_size, RULES.int64_offsets
         )
         k_next, v_next = load_scales(
-            k_descale, v_descale, page, slot, keys, K, V, BLOCKS, SIZES.head_dim, RULES.native, PREFETCH
+            k_descale, v_descale, page, slot, keys, K, V, BLOCKS, SIZES.head_dim, RULES.native, False
         )
-    if PREFETCH:
-        k_ahead, v_ahead = load_tiles(
-            page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES.head_dim, K_WORD
-        )
-        n = tile_after_gap(begin + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
-        page_ids = load_page_ids(table, keys.row_base, n, keys.first_key, keys.last_key, SIZES.page_size)
     for i in range(begin, end):
         n = tile_after_gap(i, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
         if PREFETCH:
@@ -242,12 +267,12 @@ def attend_to_rows(
     SHARES: tl.constexpr = BLOCKS.n // 16 if BLOCKS.m >= 128 else 2 if HALVED else 1
     acc, m, l, largest = attend_to_tiles(
         full, full_end, full_end, 0, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale,
-        table, keys, None, SIZES, K, V, RULES, BLOCKS, "none",
+        table, keys, None, None, SIZES, K, V, RULES, BLOCKS, "none",
     )  # fmt: skip
     return attend_to_tiles(
         begin, end - (full_end - full), full, full_end - full, q, q_low, logit_scale, soft_cap,
-        (acc, m, l, largest), k, v, k_descale, v_descale, table, keys, rows, SIZES, K, V, RULES, BLOCKS,
-        "rows", SHARES,
+        (acc, m, l, largest), k, v, k_descale, v_descale, table, keys, rows, None, SIZES, K, V, RULES,
+        BLOCKS, "rows", SHARES,
     )  # fmt: skip
 
 

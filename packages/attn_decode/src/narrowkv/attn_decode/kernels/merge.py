@@ -11,7 +11,6 @@ from narrowkv.runtime.attention.handover import await_previous_launch
 from narrowkv.runtime.attention.results import write_rows
 from narrowkv.runtime.attention.softmax import merge_step, output_factor
 
-_BLOCK_S = tl.constexpr(16)  # partial results that are merged at once
 _WEIGHT = tl.constexpr(2.0**-16)  # the largest weight of a state in sums
 
 
@@ -22,11 +21,12 @@ _WEIGHT = tl.constexpr(2.0**-16)  # the largest weight of a state in sums
 def _merge_splits_kernel(
     io, v_descale, workspace, page_ids, row, lens, num_ids, max_pages, steps,
     out_scale, batch, num_items, tiles_per_split,
-    SIZES: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+    SIZES: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One output row per program, merged from all its splits; a row of one split is there already.
 
-    The arguments are those of `_paged_decode_kernel`.
+    The arguments are those of `_paged_decode_kernel`. BLOCK_S: splits that are merged at once; the bits of
+    the result depend on it.
     """
     ROWS: tl.constexpr = SIZES.q_len * SIZES.gqa_ratio
     HEAD_PROGRAMS: tl.constexpr = SIZES.num_kv_heads * ((ROWS + BLOCKS.m - 1) // BLOCKS.m)
@@ -66,14 +66,14 @@ def _merge_splits_kernel(
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCKS.d], tl.float32)
-    for start in range(0, num_splits, _BLOCK_S):
-        i = start + tl.arange(0, _BLOCK_S)
+    for start in range(0, num_splits, BLOCK_S):
+        i = start + tl.arange(0, BLOCK_S)
         inside = i < num_splits
         slot = (first_item + i).to(tl.int64) * HEAD_PROGRAMS + head_program
         m_i = tl.load(workspace.ml + slot * (2 * BLOCKS.m) + r, mask=inside, other=float("-inf"))
         l_i = tl.load(workspace.ml + slot * (2 * BLOCKS.m) + BLOCKS.m + r, mask=inside, other=0.0)
         part = (slot * (BLOCKS.m * BLOCKS.d) + r * BLOCKS.d)[:, None] + d[None, :]
-        acc_i = tl.load(workspace.acc + part, mask=inside[:, None], other=0.0)  # [_BLOCK_S, BLOCK_D]
+        acc_i = tl.load(workspace.acc + part, mask=inside[:, None], other=0.0)  # [BLOCK_S, BLOCK_D]
         acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
     one = tl.arange(0, 1)
     heads = kv_head * SIZES.gqa_ratio + row_of_head % SIZES.gqa_ratio + one
