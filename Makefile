@@ -75,7 +75,7 @@ test-virtual: $(STAMP)  ## the tests that need a GPU, on a virtual MI300X and a 
 	done
 
 test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
-	$(PY) -m pytest tests/test_install.py --run-slow $(ARGS)
+	TORCH='$(TORCH)' TRITON='$(TRITON)' $(PY) -m pytest tests/test_install.py --run-slow $(ARGS)
 
 test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM and SGLang on a CPU, in an environment of their own
 	$(MAKE) --jobs=2 --output-sync=line --keep-going in-vllm in-sglang

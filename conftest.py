@@ -6,11 +6,16 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from narrowkv.testing.places import Place
 
 # pytest-xdist gives its workers a terminal of 80 columns; tables are tested at their own width.
 os.environ.pop("COLUMNS", None)
@@ -114,6 +119,7 @@ def not_in_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:
     `sampled("target")`: in which every value appears for each target.
     `sampled(always=[{"mask": "window"}])`: with every case of that mask, because it finds what others do not.
     `sampled(most=2)`: at most two cases, those with the most values.
+    `sampled("place", most={"gfx942": 2})`: at most two of that place.
     """
     from narrowkv.testing.covering import covering, values_of
 
@@ -125,7 +131,7 @@ def not_in_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:
                 whole = [str(item.callspec.params.get(name)) for name in marker.args]
                 products[(item.nodeid.split("[")[0], *whole)].append(item)
     left_out: set[pytest.Item] = set()
-    for functions in products.values():
+    for key, functions in products.items():
         cases = [
             frozenset().union(*(values_of(name, value) for name, value in function.callspec.params.items()))
             for function in functions
@@ -137,7 +143,10 @@ def not_in_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:
             index for index, function in enumerate(functions)
             if any(values.items() <= function.callspec.params.items() for values in pinned)
         ]  # fmt: skip
-        chosen = covering(cases, always=always, most=options.get("most"))
+        most = options.get("most")
+        if isinstance(most, dict):
+            most = next((count for value, count in most.items() if value in key), None)
+        chosen = covering(cases, always=always, most=most)
         left_out.update(functions[index] for index in set(range(len(cases))).difference(chosen))
     return left_out
 
@@ -156,3 +165,15 @@ def _give_back_gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 def device() -> str:
     """The device to test on: the GPU where there is one, else the CPU through Triton's interpreter."""
     return "cpu" if gpu_missing() else "cuda"
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Place:
+    """Where a test runs, by its parameter: "here", which is the GPU where there is one and else the CPU, or
+    an AMD target, whose machine code runs on the CPU and is watched for races and hazards."""
+    from narrowkv.testing.emulation import emulating
+    from narrowkv.testing.places import find_place
+
+    if request.param == "here":
+        return find_place(None)
+    return replace(find_place(request.param), context=lambda: emulating(request.param, detect_hazards=True))

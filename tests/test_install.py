@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -106,20 +107,22 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 
 
 class CleanEnvironment:
-    """A virtual environment without pip, in which third-party requirements only seem installed."""
+    """A virtual environment without pip, in which requirements of wheels, if given, only seem installed."""
 
-    def __init__(self, folder: Path, wheels: dict[str, Wheel]) -> None:
+    def __init__(self, folder: Path, wheels: dict[str, Wheel] | None) -> None:
         venv.create(folder, symlinks=True, with_pip=False)
         self.python = folder / "bin" / "python"
         self.site = Path(
             run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
         )
+        self.triton = self.site / "triton" / "__init__.py"
+        if wheels is None:
+            return
         required = {r.name for wheel in wheels.values() for r in wheel.requirements()}
         for name in required - set(wheels) - {"triton"}:
             version = ROCM_TORCH if name == "torch" else importlib.metadata.version(name)
             write_distribution(self.site, name, version)
         write_distribution(self.site, *ROCM_TRITON)
-        self.triton = self.site / "triton" / "__init__.py"
         self.triton.parent.mkdir()
         self.triton.write_text(f"__version__ = {ROCM_TRITON[1]!r}\n")
 
@@ -286,61 +289,66 @@ def test_a_package_installs_alone_and_works(wheels, tmp_path, name):
     clean.refuses(*(project for project in PROJECTS if distribution_of(project) not in expected))
 
 
-VECTOR_ADD = """
-import torch
-import triton
-import triton.language as tl
-
-
-@triton.jit
-def add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < n
-    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=mask) + tl.load(y_ptr + at, mask=mask), mask=mask)
-
-
-x, y = torch.randn(2, 1000, device="cuda")
-out = torch.empty_like(x)
-add[(4,)](x, y, out, 1000, BLOCK=256)
-assert torch.equal(out, x + y)
-print(torch.cuda.get_device_name(), triton.runtime.driver.active.get_current_target().arch)
-"""
+def install_torch_and_triton(clean: CleanEnvironment, wheels: list[Wheel]) -> None:
+    """From pip's index, with what else the wheels require; TORCH and TRITON are as in the Makefile."""
+    others = {r.name for wheel in wheels for r in wheel.requirements()} - {
+        "torch",
+        *(w.distribution for w in wheels),
+    }
+    versions = [os.environ.get("TORCH", "torch==2.13.0"), os.environ.get("TRITON", "triton==3.8.0")]
+    pip = [sys.executable, "-m", "pip", "--python", str(clean.python), "install", "--quiet"]
+    subprocess.run(
+        [*pip, *(word for version in versions for word in version.split()), *sorted(others)], check=True
+    )
 
 
 @pytest.mark.slow
-def test_the_virtual_gpu_runs_a_kernel_and_leaves_nothing_but_its_cache(wheels, tmp_path):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("torch_and_triton", ["of this environment", "from the index"])
+def test_the_virtual_gpu_runs_programs_and_leaves_nothing_but_its_cache(wheels, tmp_path, torch_and_triton):
     """In an environment that has torch and triton and, of narrowkv, these two wheels."""
-    clean = CleanEnvironment(tmp_path / "venv", wheels)
-    home, program = tmp_path / "home", tmp_path / "vector_add.py"
+    installed = torch_and_triton == "from the index"
+    clean = CleanEnvironment(tmp_path / "venv", None if installed else wheels)
+    own = [distribution_of(name) for name in ("virtual_gpu", "cdna_emulator")]
+    if installed:
+        install_torch_and_triton(clean, [wheels[name] for name in own])
+    home = tmp_path / "home"
     home.mkdir()
-    program.write_text(VECTOR_ADD)
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))
     }
-    environment |= {
-        "HOME": str(home),
-        "TRITON_VIRTUAL_GPU": "gfx942",
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-    }
+    environment |= {"HOME": str(home), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    on_gpu = {**environment, "TRITON_VIRTUAL_GPU": "gfx942"}
 
-    def python(*arguments: str | Path) -> str:
+    def python(*arguments: str | Path, variables: dict[str, str] = on_gpu) -> str:
         command = [clean.python, *arguments]
-        return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+        return subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def files(folder: Path) -> set[Path]:
-        return {path for path in folder.rglob("*") if path.is_file()}
+        return {path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
-    before = files(clean.site) - {clean.triton}
-    own = [distribution_of(name) for name in ("virtual_gpu", "cdna_emulator")]
+    before = files(clean.site) - (set() if installed else {clean.triton})
     clean.install(own[0], links=wheels[own[0]].path.parent)
-    clean.show_outer_packages()
-    assert "(virtual) gfx942" in python(program)
+    if not installed:
+        clean.show_outer_packages()
+    loaded = "import sys; print([name for name in sys.modules if name.startswith('narrowkv')])"
+    assert python("-c", loaded, variables=environment) == "[]\n"
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = python(ROOT / "tests" / "virtual_programs.py")
+    cpu = sum(
+        getattr(resource.getrusage(resource.RUSAGE_CHILDREN), n) - getattr(spent, n)
+        for n in ("ru_utime", "ru_stime")
+    )
+    print(f"{said}{cpu:.1f} s of CPU time, cold caches and the build of the engine included")
+    assert "(virtual) gfx942" in said
+    assert cpu < 2 * 60, "a minute on two cores"
     caches = {home / ".cache" / name for name in ("narrowkv", "narrowkv-virtual-gpu")}
     assert all(files(cache) for cache in caches)
     assert {path for path in files(home) if not any(map(path.is_relative_to, caches))} == set()
     python("-m", "narrowkv.virtual_gpu", "clean")
     assert files(home) == set()
-    (clean.site / "outer.pth").unlink()
+    if not installed:
+        (clean.site / "outer.pth").unlink()
     run(sys.executable, "-m", "pip", "--python", clean.python, "uninstall", "--yes", *own)
     assert files(clean.site) == before
 

@@ -11,11 +11,12 @@ from cli_support import document, narrowkv
 
 from narrowkv.testing import emulation, format_errors
 from narrowkv.testing.cases import parse_case, prefill, sage
-from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
+from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs, one_at_a_time
 from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseCall
 from narrowkv.testing.format_errors import Sizes
+from narrowkv.testing.places import find_place
 
 CPU = "--on cpu --jobs 1"
 
@@ -179,6 +180,11 @@ def test_a_race_is_a_failure_that_names_it(monkeypatch: pytest.MonkeyPatch) -> N
     [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu)],
 )
 def test_the_quick_sweep_passes(place: str) -> None:
-    cases = document(f"validate --quick --on {place}")["cases"]
+    line = f"validate --quick --on {place}"
+    if place == "gpu" and not find_place(place).has_times:
+        # A virtual GPU takes seconds a case; decode's own tests run the machine code of all.
+        line = " --case ".join([f"validate --on {place}", *map(str, list(one_at_a_time())[::4])])
+    cases = document(line)["cases"]
+    assert len(cases) >= 20
     failed = [case["command"] + ": " + case["detail"] for case in cases if not case["passed"]]
     assert not failed, "\n".join(failed)

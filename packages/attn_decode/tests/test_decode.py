@@ -16,6 +16,7 @@ from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.agreement import assert_agrees, assert_right
 from narrowkv.testing.cases.decode import QUICK_RANDOM_CASES, DecodeCase, at_random, one_at_a_time
+from narrowkv.testing.places import AMD_TARGETS
 
 pytestmark = pytest.mark.sampled
 
@@ -31,10 +32,14 @@ CASES = list(dict.fromkeys([*one_at_a_time(), *MIXTURES, W(head_dim=112, gqa_rat
 ALONE = [case for case in one_at_a_time() if (case.layout, case.granularity) != ("NHD", "float")]
 
 
-@pytest.mark.sampled(always=[{"case": case} for case in ALONE])
+@pytest.mark.sampled("place", always=[{"case": case} for case in ALONE])
+@pytest.mark.parametrize(
+    "place", ["here", *(pytest.param(t, marks=pytest.mark.slow) for t in AMD_TARGETS)], indirect=True
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_case(case, device):
-    assert_right(case, device)
+def test_every_case(case, place):
+    with place.context():
+        assert_right(case, place.device)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])

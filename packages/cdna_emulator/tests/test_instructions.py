@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from emulator_machine import execute
+from emulator_machine import assembly, execute
 
-from narrowkv.cdna_emulator import UnknownInstructionError
+from narrowkv.cdna_emulator import Memory, UnknownInstructionError, load_program, run
 
 M = 0xFFFFFFFF
 RNG = np.random.default_rng(7)
@@ -504,6 +504,15 @@ def test_unknown_instructions_and_modifiers_are_errors_that_name_the_line():
             execute("gfx942", line)
         assert caught.value.source == line
         assert caught.value.line == 5
+
+
+def test_a_program_that_is_bound_at_its_first_run_has_the_same_errors_then():
+    with pytest.raises(UnknownInstructionError):
+        load_program(assembly("gfx942", "v_frobnicate_b32 v0, v1"))
+    program = load_program(assembly("gfx942", "v_frobnicate_b32 v0, v1"), lazy=True)
+    for _ in range(2):
+        with pytest.raises(UnknownInstructionError, match="v_frobnicate_b32"):
+            run(program, grid=(1, 1, 1), args=[], memory=Memory())
 
 
 @pytest.mark.parametrize("line", ["v_bitop3_b32 v0, v1, v2, v3 bitop3:1",

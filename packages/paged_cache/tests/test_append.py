@@ -22,10 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
 from narrowkv.paged_cache.kernels.append import store_offsets
 from narrowkv.paged_cache.kernels.pages import KVPointers
+from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
 from narrowkv.testing.calls import LaunchRecorder, functions_entered
 from narrowkv.testing.cases.cache import copy_cache, differing_bytes
+from narrowkv.testing.places import AMD_TARGETS, Place
 
 pytestmark = pytest.mark.sampled
 
@@ -40,20 +42,27 @@ class Stored:
     """How a cache stores tokens; the fields are arguments of `PagedKVCache.empty`.
 
     Attributes:
-        descale: a number, or None for a scale per token and head.
+        descale: a number, "head" for one of each head, or None for a scale per token and head.
         exponent: as for `append`.
-        turned: "rope", "offset" or "both" for what changes K before it is stored.
+        turned: "rope", "gptj", "offset", "both" or "gptj, transform" for what changes K before it is stored;
+            "gptj" takes half of the channels.
+        dtype: of the tokens that are given.
+        queries: query heads that are rotated, too.
+        wrong: some slots and positions are out of range, all in columns of int64 tables; angles are bf16.
     """
 
     format: str | CacheFormat = "fp8_e4m3fn"
     layout: str = "NHD"
     page_size: int = 3
     head_dim: int = DIM
-    descale: float | None = 0.03
+    descale: float | str | None = 0.03
     scale_group: int | None = None
     scale_format: str = "e8m0"
     exponent: str = "mse"
     turned: str = ""
+    dtype: torch.dtype = torch.float32
+    queries: int = 0
+    wrong: bool = False
 
     def cache(self, device: str = "cpu") -> PagedKVCache:
         """A cache full of 0x5A: what is not appended must stay as it is."""
@@ -62,16 +71,21 @@ class Stored:
             kind = get_format(getattr(CacheFormat.parse(self.format), side)).kind
             if self.descale is None:
                 descales[f"{side}_descale"] = torch.zeros(PAGES, self.page_size, HEADS, device=device)
+            elif self.descale == "head":
+                descales[f"{side}_descale"] = torch.tensor([0.03, 0.7], device=device)
             elif kind in ("float", "fp8") or self.scale_format == "e4m3":
                 descales[f"{side}_descale"] = self.descale
         cache = PagedKVCache.empty(
             PAGES, self.page_size, HEADS, self.head_dim, format=self.format, layout=self.layout,
             scale_group=self.scale_group, scale_format=self.scale_format, device=device, **descales,
         )  # fmt: skip
-        for x in (cache.k, cache.v, cache.k_descale, cache.v_descale):
+        for x in (cache.k, cache.v, *(() if self.descale == "head" else (cache.k_descale, cache.v_descale))):
             if isinstance(x, torch.Tensor):
                 x.view(torch.uint8).fill_(0x5A)
-        return cache
+        if "transform" not in self.turned:
+            return cache
+        shift = torch.linspace(-1, 2, HEADS * self.head_dim, device=device).view(HEADS, -1)
+        return replace(cache, key_transform=KeyTransform(shift, 1.5 - shift.abs() / 2))
 
 
 def _stored() -> Iterator[Stored]:
@@ -102,6 +116,26 @@ def _stored() -> Iterator[Stored]:
                     yield Stored(fmt, descale=number, scale_group=group, scale_format="e4m3", **at)
 
 
+BF16, FP4 = torch.bfloat16, "fp4_e2m1"
+OTHERS = [
+    Stored(dtype=BF16, turned="gptj"),
+    Stored(dtype=BF16, turned="gptj", head_dim=112, wrong=True, queries=3),
+    Stored(FP4, dtype=BF16, turned="both", exponent="floor", queries=6),
+    Stored(FP4, descale=1.0, scale_format="e4m3", head_dim=96, turned="gptj, transform"),
+    Stored(FP4, scale_group=32, exponent="ultraquant"),
+    Stored(FP4, scale_group=16, exponent="sglang"),
+    Stored(descale=None, dtype=BF16, turned="transform"),
+    Stored(descale="head"),
+    Stored("bf16", descale="head", dtype=BF16),
+    Stored(layout="HND", dtype=torch.float16),
+]
+# Machine code takes seconds a case: every third of the product.
+EVERYWHERE = [
+    *((case, "here") for case in (*_stored(), *OTHERS)),
+    *((case, target) for target in AMD_TARGETS for case in (*list(_stored())[::3], *OTHERS)),
+]
+
+
 def _tokens(count: int, device: str = "cpu", head_dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
     """Ordinary tokens, and from the second on: zeros, tiny and huge, ties, one sign, far apart in size."""
     generator = torch.Generator().manual_seed(2)
@@ -126,19 +160,44 @@ def _both(cache: PagedKVCache, *args: Any, **options: Any) -> PagedKVCache:
     return before
 
 
-@pytest.mark.parametrize("case", list(_stored()), ids=str)
-def test_bytes_equal_the_host_quantiser(case: Stored, device: str) -> None:
-    cache = case.cache(device)
-    k, v = _tokens(6, device, case.head_dim)
+def _of_case(case: Stored, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Six tokens of a case, their slots, and the options of `append`."""
+    k, v = (x.to(case.dtype) for x in _tokens(6, device, case.head_dim))
     if "fp4" in str(case.format) or "int" in str(case.format):
         k[0, 0, 3], k[0, 1, 5], v[3, 1, 7] = math.nan, math.inf, math.nan
     slots = torch.tensor([4, 0, 1, -1, 3, 2], dtype=I32, device=device)
-    options: dict[str, Any] = {}
+    positions = torch.tensor([0, 10, 3, 7, 2, 5], device=device)
+    options: dict[str, Any] = {"exponent": case.exponent}
+    if case.wrong:
+        slots = torch.tensor([[4, 0], [2**32 + 5, 0], [1, 0], [PAGES * case.page_size, 0], [3, 0], [2, 0]])
+        slots, positions = slots.to(device)[:, 0], positions.repeat(2, 1).T[:, 0]
+        positions[1:3] = torch.tensor([2**40, -9], device=device)
+    if "gptj" in case.turned:
+        options["rope"] = _rope(positions, case.head_dim // 2, "gptj")
     if case.turned in ("rope", "both"):
-        options["rope"] = _rope(torch.tensor([0, 10, 3, 7, 2, 5], device=device), case.head_dim)
+        options["rope"] = _rope(positions, case.head_dim)
     if case.turned in ("offset", "both"):
         options["k_offset"] = torch.linspace(-1, 1, HEADS * case.head_dim, device=device).view(HEADS, -1)
-    before = _both(cache, k, v, slots, exponent=case.exponent, **options)
+    if case.wrong:
+        rope = options["rope"]
+        options["rope"] = replace(rope, cos=rope.cos.bfloat16(), sin=rope.sin.bfloat16())
+    return k, v, slots, options
+
+
+@pytest.mark.sampled("place", most=dict.fromkeys(AMD_TARGETS, 4))
+@pytest.mark.parametrize(("case", "place"), EVERYWHERE, ids=str, indirect=["place"])
+def test_bytes_equal_the_host_quantiser(case: Stored, place: Place) -> None:
+    """Also as machine code, watched for races and hazards."""
+    cache = case.cache(place.device)
+    k, v, slots, options = _of_case(case, place.device)
+    before, want = copy_cache(cache), copy_cache(cache)
+    queries = torch.randn(6, case.queries, case.head_dim, generator=torch.manual_seed(4))
+    mine, twin = (queries.to(place.device, case.dtype) if case.queries else None for _ in range(2))
+    with place.context():
+        append(cache, k, v, slots, q=mine, **options)
+    append_reference(want, k, v, slots, q=twin, **options)
+    assert not differing_bytes(cache, want)
+    assert mine is None or twin is None or torch.equal(mine, twin)
     assert cache.dequantize()[1].shape == (PAGES, case.page_size, HEADS, case.head_dim)
     differ = differing_bytes(cache, before)
     assert {"k", "v"} <= differ.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.reference import narrow_p_reference, short_sum_error
 from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.sage import LSE_BOUND, PRECISIONS, PUBLISHED, SageCase
+from narrowkv.testing.places import AMD_TARGETS
 
 pytestmark = pytest.mark.sampled
 
@@ -25,8 +27,8 @@ W = SageCase.small
 RAGGED = W(q_lens=(70, 0, 7, 128), k_lens=(1, 130, 0, 150), num_kv_heads=2, ragged=True)
 
 
-def check(case, device="cpu", tensors=None, **options):
-    """Runs with a poisoned output; compares o and lse; returns o.
+def check(case, device="cpu", tensors=None, context=nullcontext, **options):
+    """Runs inside a context with a poisoned output; compares o and lse; returns o.
 
     P in E4M3 is what the operation is allowed besides the stored numbers: the bound is 1.25 times the error
     of that rounding alone, done in torch.
@@ -34,12 +36,14 @@ def check(case, device="cpu", tensors=None, **options):
     q, k, v, starts_q, starts_k = case.build(device)
     q, k, v = tensors or (q, k, v)
     options = {**options, "cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
-    plan = plan_sage(q, k, **options)
     out = torch.full_like(q, math.nan)
-    o, lse = plan.attend(q, plan.quantize_kv(k, v), out=out, return_lse=True)
-    expected, expected_lse = sage_attention_reference(q, k, v, return_lse=True, **options)
+    with context():  # its target also has the reference's FP8 format
+        plan = plan_sage(q, k, **options)
+        o, lse = plan.attend(q, plan.quantize_kv(k, v), out=out, return_lse=True)
+        expected, expected_lse = sage_attention_reference(q, k, v, return_lse=True, **options)
+        rounded = narrow_p_reference(q, k, v, **options)
     assert o.data_ptr() == out.data_ptr()
-    bound = 1.25 * relative_l1(narrow_p_reference(q, k, v, **options), expected) + 2e-3
+    bound = 1.25 * relative_l1(rounded, expected) + 2e-3
     assert bound < 0.04
     lse_bound = LSE_BOUND + short_sum_error(plan, q, k)
     assert_agrees((o, lse), (expected, expected_lse), bound=bound, lse_bound=lse_bound)
@@ -51,10 +55,40 @@ def of_both(granularity):
     return {"q_granularity": granularity, "k_granularity": granularity}
 
 
+everywhere = pytest.mark.parametrize("place", ["here", *AMD_TARGETS], indirect=True)
+
+
+@pytest.mark.sampled("place", most=dict.fromkeys(AMD_TARGETS, 1))
+@everywhere
 @pytest.mark.parametrize("granularity", SAGE_GRANULARITIES)
 @pytest.mark.parametrize("qk_dtype", PRECISIONS)
-def test_every_precision_and_granularity(qk_dtype, granularity, device):
-    check(W(), device, qk_dtype=qk_dtype, **of_both(granularity))
+def test_every_precision_and_granularity(qk_dtype, granularity, place):
+    check(W(), place.device, context=place.context, qk_dtype=qk_dtype, **of_both(granularity))
+
+
+MIXED = {
+    "no keys": (W(q_lens=(70,), k_lens=(0,), gqa_ratio=1), {}),
+    "fp16, head_dim 128": (
+        W(q_lens=(70,), k_lens=(70,), head_dim=128, gqa_ratio=1, dtype=torch.float16), {"causal": "top_left"},
+    ),
+    "FP8, no mean of K": (W(), {"qk_dtype": "fp8", "smooth_k": False}),
+    "int4, both means, a window": (
+        W(q_lens=(140,), k_lens=(140,), head_dim=128, gqa_ratio=1),
+        {"qk_dtype": "int4", "smooth_q": True, "window": (40, 9), "k_granularity": "per_thread"},
+    ),
+    "ragged": (
+        W(q_lens=(70, 0, 7), k_lens=(1, 130, 80), gqa_ratio=1, ragged=True),
+        {"causal": "bottom_right", "smooth_q": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.sampled("place", most=dict.fromkeys(AMD_TARGETS, 1))
+@everywhere
+@pytest.mark.parametrize("name", MIXED)
+def test_options_together(name, place):
+    case, options = MIXED[name]
+    check(case, place.device, context=place.context, **options)
 
 
 @pytest.mark.slow

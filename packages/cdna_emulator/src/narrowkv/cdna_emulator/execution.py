@@ -66,6 +66,7 @@ class Execution(Accesses):
         workgroups: list[tuple[int, int, int]], *, copies: int, detect_races: bool, turns: bool, limit: int,
         hazards: HazardModel | None = None, stale: StaleReads | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
+        program.bind()
         self.program, self.memory, self.copies, self.limit = program, memory, copies, limit
         self.workgroups = workgroups
         self.warps = program.num_warps

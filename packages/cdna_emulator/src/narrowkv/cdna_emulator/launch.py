@@ -24,7 +24,7 @@ from .profile import Profile, profile
 from .program import Program
 from .recorder import Recorder
 from .stale_reads import StaleReads
-from .state import Array
+from .state import POISON_COPY, Array
 
 # Workgroups that run together by default, by measurement: see the README.
 BATCH_WORKGROUPS = 32
@@ -86,8 +86,10 @@ def run(
             including those that this input does not take.
         check_uninitialised: run every wave twice in step, with different initial contents of registers and
             LDS, and report an error if a store or a branch depends on them. It takes 1.2 to 1.8 times as
-            long. Without it an error is reported only if an uninitialised word is stored unchanged. Default:
-            True with the numpy engine, False with the compiled one.
+            long. The compiled engine runs the launch twice, one after the other; where the two leave other
+            bytes, the numpy engine runs it in step and says where, or finds that the order of workgroups
+            alone is the cause. Without this check an error is reported only if an uninitialised word is
+            stored unchanged. Default: True with the numpy engine, False with the compiled one.
         wave_order: ``turns`` runs the waves of a workgroup one after another between barriers, so that a
             missing barrier shows in the result; ``lockstep`` runs them together, which is faster.
         batch_workgroups: workgroups that run together, interleaved; 1 runs each to its end before the next.
@@ -145,7 +147,6 @@ def run(
         name
         for name, wanted in {
             "detect_races": detect_races, "detect_hazards": detect_hazards,
-            "check_uninitialised": check_uninitialised,
         }.items()
         if wanted
     ]  # fmt: skip
@@ -155,9 +156,12 @@ def run(
     if _takes_compiled(engine, program, checks if not checked else ()):
         sample = sorted({round(k * (ran - 1) / max(checked - 1, 1)) for k in range(min(checked, ran))})
         others = [position for k, position in enumerate(chosen) if k not in sample]
-        block_counts, moved = run_translated(program, own, kernarg, dispatch, others, max_blocks)
-        total = _counts(program, block_counts, moved, len(others))
-        chosen = [chosen[k] for k in sample]
+        run_compiled = _run_twice if check_uninitialised else run_translated
+        found = run_compiled(program, own, kernarg, dispatch, others, max_blocks)
+        if found is not None:
+            block_counts, moved = found
+            total = _counts(program, block_counts, moved, len(others))
+            chosen = [chosen[k] for k in sample]
     copies = 1 if check_uninitialised is False else 2
     hazards = hazard_model(program) if detect_hazards else None
     stale = StaleReads(own, chosen) if detect_hazards else None
@@ -177,6 +181,35 @@ def run(
     if hazards is not None:
         hazards.explore()
     return Result(total, ran, profile(program, block_counts))
+
+
+def _run_twice(
+    program: Program, memory: Memory, kernarg: int, dispatch: int,
+    positions: Sequence[tuple[int, int, int]], limit: int,
+) -> tuple[list[float], dict[str, float]] | None:  # fmt: skip
+    """As `run_translated`, with both contents of registers and LDS; None if that makes a difference.
+
+    Memory is then as it was before.
+    """
+    buffers = [buffer for buffer in memory.buffers if not buffer.readonly]
+    before = [buffer.data.copy() for buffer in buffers]
+    found = run_translated(program, memory, kernarg, dispatch, positions, limit)
+    left = []
+    for buffer, old in zip(buffers, before, strict=True):
+        stored: Any = slice(None) if buffer.written is None else np.flatnonzero(buffer.written)
+        left.append((stored, buffer.data[stored].copy()))
+        buffer.data[stored] = old[stored]
+    again = run_translated(program, memory, kernarg, dispatch, positions, limit, POISON_COPY)
+    same = again == found and all(
+        np.array_equal(buffer.data[stored], first)
+        and (buffer.written is None or np.count_nonzero(buffer.written) == len(first))
+        for buffer, (stored, first) in zip(buffers, left, strict=True)
+    )
+    if same:
+        return found
+    for buffer, old in zip(buffers, before, strict=True):
+        buffer.data[...] = old
+    return None
 
 
 def _takes_compiled(engine: str, program: Program, checks: Sequence[str]) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from .convert import bind_convert
 from .errors import EmulatorError, MalformedProgramError, UnknownInstructionError
 from .lanes import CROSS_LANE
@@ -93,7 +96,9 @@ def _entry(assembly: Assembly) -> int:
     return start
 
 
-def load_program(asm_text: str, *, lds_bytes: int | None = None, hardware_sums: bool = False) -> Program:
+def load_program(
+    asm_text: str, *, lds_bytes: int | None = None, hardware_sums: bool = False, lazy: bool = False
+) -> Program:
     """Parse a kernel's assembly and bind each instruction once.
 
     Args:
@@ -103,6 +108,8 @@ def load_program(asm_text: str, *, lds_bytes: int | None = None, hardware_sums: 
         hardware_sums: form the sums of matrix instructions as CDNA3 does (see `matrix_sums`), which is slow;
             otherwise in fp64, rounded once. Instructions of gfx950 with the same formats are assumed to add
             in the same way; f8f6f4, integer and fp64 instructions are not changed.
+        lazy: leave binding to the first run in the numpy engine, which then raises the errors of binding; the
+            compiled engine needs none.
 
     Returns:
         The program. It holds no state and can be run many times.
@@ -124,8 +131,18 @@ def load_program(asm_text: str, *, lds_bytes: int | None = None, hardware_sums: 
         raise TypeError(f"asm_text must be a str, got {type(asm_text).__name__}")
     if lds_bytes is not None and not 0 <= lds_bytes <= max(TARGETS.values()):
         raise ValueError(f"lds_bytes must be within 0..{max(TARGETS.values())}, got {lds_bytes}")
+    with _malformed():
+        program = _load(asm_text, lds_bytes, hardware_sums)
+        if not lazy:
+            program.bind()
+        return program
+
+
+@contextmanager
+def _malformed() -> Iterator[None]:
+    """Says of an error of Python that the text caused it."""
     try:
-        return _load(asm_text, lds_bytes, hardware_sums)
+        yield
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise MalformedProgramError(
             f"the text is not one that LLVM prints for a kernel: {type(error).__name__}: {error}"
@@ -215,6 +232,7 @@ def _build_blocks(assembly: Assembly, program: Program) -> None:
             starts.add(at + 1)
     order = sorted(start for start in starts if start < len(code))
     index = {start: k for k, start in enumerate(order)}
+    bodies: list[list[Instruction]] = []
     for start, stop in zip(order, [*order[1:], len(code)], strict=True):
         block = Block(instructions=code[start:stop])
         last = block.last
@@ -225,6 +243,13 @@ def _build_blocks(assembly: Assembly, program: Program) -> None:
         elif last.name in ("s_barrier", "s_endpgm"):
             block.end = {"s_barrier": "barrier", "s_endpgm": "exit"}[last.name]
             body = body[:-1]
-        block.steps = [bind(inst, program) for inst in body]
+        bodies.append(body)
         program.blocks.append(block)
     program.entry = index[first]
+
+    @_malformed()
+    def fill() -> None:
+        for block, body in zip(program.blocks, bodies, strict=True):
+            block.steps = [bind(inst, program) for inst in body]
+
+    program.unbound = fill

@@ -53,6 +53,7 @@ class Program:
         blocks: the code.
         entry: index of the block where a wave starts.
         hardware_sums: see `load_program`.
+        unbound: fills the steps of the blocks, where that waits for the numpy engine's first run.
     """
 
     target: str
@@ -68,3 +69,14 @@ class Program:
     blocks: list[Block] = field(default_factory=list)
     entry: int = 0
     hardware_sums: bool = False
+    unbound: Callable[[], None] | None = None
+
+    def bind(self) -> None:
+        """Fills the steps of the blocks, once.
+
+        Raises:
+            EmulatorError: see `loading.load_program`.
+        """
+        if self.unbound is not None:
+            self.unbound()
+            self.unbound = None

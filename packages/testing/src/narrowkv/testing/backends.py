@@ -13,7 +13,6 @@ from importlib import metadata
 from typing import Any, Protocol
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.errors import UnsupportedError
@@ -121,6 +120,8 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attend()
     if q.shape[2] == k.shape[2]:
         return attend(is_causal=True)
+    from torch.nn.attention.bias import causal_lower_right  # imports all of torch.compile: a second and more
+
     return attend(attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
 
 

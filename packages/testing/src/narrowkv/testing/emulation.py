@@ -50,7 +50,9 @@ class EmulateExecutor:
         detect_hazards: also check waits for memory and wait states; includes `detect_races`.
         checked: workgroups of each launch, evenly spaced, for which the emulator's numpy engine checks
             uninitialised values, races and hazards; the others run in its compiled engine. None checks all;
-            without a C compiler all are checked, too.
+            without a C compiler all are checked, too. 0: the compiled engine checks uninitialised values in
+            all of them, and nobody races and hazards.
+        inputs: tensors that no launch may write; a store to the storage of one is an error.
 
     Attributes:
         runs: what was run, launch by launch.
@@ -64,8 +66,10 @@ class EmulateExecutor:
         detect_races: bool = False,
         detect_hazards: bool = False,
         checked: int | None = CHECKED,
+        inputs: Iterable[torch.Tensor] = (),
     ) -> None:
         self._checked = checked
+        self._inputs = {x.untyped_storage().data_ptr() for x in inputs}
         self.target = get_target(target)
         self.runs: list[Run] = []
         self._programs: dict[tuple[str, int], Program] = {}
@@ -91,7 +95,7 @@ class EmulateExecutor:
         code = artifact.assembly, artifact.lds_bytes
         program = self._programs.get(code)
         if program is None:
-            program = self._programs[code] = load_program(code[0], lds_bytes=code[1])
+            program = self._programs[code] = load_program(code[0], lds_bytes=code[1], lazy=True)
         memory, values = self._device_pointers(artifact.args)
         result = run_program(
             program,
@@ -103,6 +107,7 @@ class EmulateExecutor:
             detect_hazards=self._detect_hazards,
             engine="numpy" if self._checked is None else "auto",
             checked=self._checked or 0,
+            check_uninitialised=True if self._checked == 0 else None,
         )
         self.runs.append(Run(artifact, launch.size, result))
 
@@ -122,8 +127,9 @@ class EmulateExecutor:
                 self._storages[at] = storage
                 written = self._written.setdefault(at, np.zeros(storage.nbytes(), np.bool_))
                 bases[at] = memory.map(
-                    np.ctypeslib.as_array(raw), name=f"argument {position}", written=written
-                )
+                    np.ctypeslib.as_array(raw), name=f"argument {position}", written=written,
+                    readonly=at in self._inputs,
+                )  # fmt: skip
             values.append(bases[at] + arg.storage_offset() * arg.element_size())
         return memory, values
 

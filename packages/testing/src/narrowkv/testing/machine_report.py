@@ -50,12 +50,14 @@ def commands(target: str | None, *, quick: bool = False) -> list[str]:
         quick: with the smallest sizes, to see in a minute whether everything runs.
     """
     place = "gpu" if target else AMD_TARGETS[0]
-    found = [f"probe {'batch-prefill' if quick else 'glm-gqa12'} --on {place}"] if target else []
+    one = " --jobs 1" if quick else ""  # another process would start for longer than it works
+    own = f" --target {target}" if quick and target in AMD_TARGETS else ""
+    found = [f"probe {'batch-prefill' if quick else 'glm-gqa12'} --on {place}{own}{one}"] if target else []
     benches = {}
     for name, operation in OPERATIONS.items():
         lines = operation.report
         if cases := lines.cases if target else lines.cases[:1]:
-            found.append(f"validate {name} --on {place} {' '.join(f'--case {case}' for case in cases)}")
+            found.append(f"validate {name} --on {place}{one} {' '.join(f'--case {case}' for case in cases)}")
         if rows := lines.quick if quick else lines.measured if target else lines.rehearsed:
             benches[name] = rows
     if target:

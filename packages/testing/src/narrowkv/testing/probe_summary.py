@@ -156,7 +156,10 @@ def emulated(seen: ProbeRun) -> str:
     if not samples:
         return ""
     total = {name: sum(getattr(s, name) for s in samples) for name in Sample.__dataclass_fields__}
-    return "{workgroups} of {launched} workgroups, {rows} of {all_rows} output rows".format(**total)
+    return (
+        "{workgroups} of {launched} workgroups, {rows} of {all_rows} output rows; "
+        "bounds, alignment and uninitialised values checked in each".format(**total)
+    )
 
 
 def reasons(seen: ProbeRun) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ class Engine:
 
     def load(self, assembly: str, lds_bytes: int) -> Any:
         """The program of a kernel's assembly, for `run`."""
-        return load_program(assembly, lds_bytes=lds_bytes)
+        return load_program(assembly, lds_bytes=lds_bytes, lazy=True)
 
     def run(self, program: Any, grid: tuple[int, int, int], args: Sequence[int], memory: Memory) -> float:
         """Runs all workgroups.

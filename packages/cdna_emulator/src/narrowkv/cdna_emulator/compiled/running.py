@@ -46,7 +46,7 @@ _LAUNCH = np.dtype(
             "stop",
         )
     ]
-    + [("next", "u8")]
+    + [("contents", "u4"), ("pad", "u4"), ("next", "u8")]
 )
 _COUNTS = ("vmem_bytes_loaded", "vmem_bytes_stored", "lds_bytes_read", "lds_bytes_written")
 _WORKER = np.dtype(
@@ -82,6 +82,7 @@ def run_translated(
     dispatch: int,
     positions: Sequence[tuple[int, int, int]],
     limit: int,
+    contents: int = POISON,
 ) -> tuple[list[float], dict[str, float]]:
     """Run workgroups of a launch.
 
@@ -92,6 +93,7 @@ def run_translated(
         dispatch: device address of the dispatch packet.
         positions: ids of the workgroups.
         limit: blocks that the waves of a workgroup may run before it is considered to hang.
+        contents: word that registers and LDS hold at the start.
 
     Returns:
         How often waves executed each block, and the bytes moved by name of the count.
@@ -105,7 +107,7 @@ def run_translated(
     if engine.size_of_op() != OPERATION.itemsize or engine.size_of_launch() != _LAUNCH.itemsize:
         raise EmulatorError("the compiled engine's library does not fit this version of the package")
     buffers = _buffers(memory)
-    scalars, ids = _initial_scalars(program, code, memory, kernarg, dispatch)
+    scalars, ids = _initial_scalars(program, code, memory, kernarg, dispatch, contents)
     places = np.array(positions, np.uint32).reshape(-1, 3)
     rows = code.register_rows + len(code.constants)
     launch = np.zeros(1, _LAUNCH)
@@ -129,6 +131,7 @@ def run_translated(
         "id_x": ids[0],
         "id_y": ids[1],
         "id_z": ids[2],
+        "contents": contents,
     }.items():
         launch[name] = value
     count = max(min(_cores(), len(places)), 1)
@@ -177,13 +180,13 @@ def _buffers(memory: Memory) -> Array:
 
 
 def _initial_scalars(
-    program: Program, code: Translated, memory: Memory, kernarg: int, dispatch: int
+    program: Program, code: Translated, memory: Memory, kernarg: int, dispatch: int, contents: int
 ) -> tuple[Array, list[int]]:
     """Scalar registers and constants, and the registers of the workgroup's ids (-1: none)."""
     markers = np.array([[1 << 20, 2 << 20, 3 << 20]])  # where these numbers land, the ids belong
     states = []
     for position in (np.zeros((1, 3), np.int64), markers):
-        s = np.full((SGPR_PAIRS, 1), (POISON << 32) | POISON, np.uint64)
+        s = np.full((SGPR_PAIRS, 1), (contents << 32) | contents, np.uint64)
         s[EXEC >> 1], s[VCC >> 1] = 0xFFFFFFFFFFFFFFFF, 0
         v = np.zeros((1, 1, 64), np.uint32)
         initial_registers(program, memory, v, s, kernarg, dispatch, position, np.zeros(1, np.int64))

@@ -34,6 +34,7 @@ typedef struct {
   const u32 *positions;  // ids of the workgroups to run, three each
   i64 buffer_count, workgroups, blocks, limit, slots;
   i32 scalar_count, register_rows, rows, waves, lds_bytes, scratch_bytes, id_x, id_y, id_z, stop;
+  u32 contents, pad;     // of vector registers and LDS at the start
   u64 next;              // the workgroup that is started next
 } Launch;
 
@@ -76,7 +77,7 @@ static void fill(u32 *words, size_t count, u32 value) { for (size_t k = 0; k < c
 
 static void start(Slot *slot, const Launch *n, i64 workgroup, u64 *blocks) {
   slot->workgroup = workgroup, slot->active = 1, slot->budget = n->limit;
-  fill((u32 *)slot->lds, ((size_t)n->lds_bytes + 3) / 4, POISON);
+  fill((u32 *)slot->lds, ((size_t)n->lds_bytes + 3) / 4, n->contents);
   memset(slot->scratch, 0, 64 * (size_t)n->scratch_bytes * (size_t)n->waves);
   for (int k = 0; k < n->waves; k++) {
     Wave *w = slot->waves + k;
@@ -87,7 +88,7 @@ static void start(Slot *slot, const Launch *n, i64 workgroup, u64 *blocks) {
     w->scratch = slot->scratch + (size_t)k * 64 * (size_t)n->scratch_bytes, w->scratch_bytes = (u32)n->scratch_bytes;
     w->buffers = n->buffers, w->buffer_count = n->buffer_count, w->blocks = blocks, w->budget = &slot->budget;
     w->resume = n->entry, w->state = RUNNING;
-    fill(w->v, 64 * (size_t)n->register_rows, POISON);
+    fill(w->v, 64 * (size_t)n->register_rows, n->contents);
     memcpy(w->v + 64 * (size_t)n->register_rows, n->constants, 256 * (size_t)(n->rows - n->register_rows));
     memcpy(w->s, n->scalars, sizeof(u32) * (size_t)n->scalar_count);
     const u32 *id = n->positions + 3 * workgroup;
