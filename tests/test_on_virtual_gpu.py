@@ -17,7 +17,11 @@ from narrowkv.testing.operations import OPERATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 # Plans, other arguments, graphs: what a GPU's launch path does and an emulated launch does not.
-SELECTION = ("packages/attn_decode/tests/test_decode.py", "packages/paged_cache/tests/test_append.py")
+SELECTION = (
+    "packages/attn_decode/tests/test_decode.py",
+    "packages/paged_cache/tests/test_append.py",
+    "tests/test_kernels_hub.py",
+)
 
 
 def plugin_options() -> list[str]:

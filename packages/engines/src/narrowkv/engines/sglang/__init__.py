@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from narrowkv.engines.geometry import decoder_reasons
+from narrowkv.engines.versions import adapting
 from narrowkv.runtime.errors import check_choice
 
 NAME = "narrowkv"
@@ -32,9 +33,14 @@ def register(*, instead_of: str | None = None) -> None:
 
     Raises:
         ValueError: SGLang has no backend `instead_of`.
+        EngineVersionError: this SGLang has not what the adapter imports; another version is needed.
     """
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    with adapting("sglang"):
+        from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+        from sglang.srt.layers.attention.attention_registry import (
+            ATTENTION_BACKENDS,
+            register_attention_backend,
+        )
 
     if instead_of is not None:
         register_attention_backend(check_choice("instead_of", instead_of, tuple(ATTENTION_BACKENDS)))(_make)
@@ -44,7 +50,8 @@ def register(*, instead_of: str | None = None) -> None:
 
 
 def _make(runner: Any) -> Any:
-    from narrowkv.engines.sglang.backend import NarrowAttentionBackend
+    with adapting("sglang"):
+        from narrowkv.engines.sglang.backend import NarrowAttentionBackend
 
     return NarrowAttentionBackend(runner)
 

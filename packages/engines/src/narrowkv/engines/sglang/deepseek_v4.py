@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from narrowkv.engines.deepseek import LAYOUTS, attend_to_rows, listed_rows, page_rows
+from narrowkv.engines.versions import adapting
 from narrowkv.quant.formats import get_format
 from narrowkv.sparse_fp8 import DSV4Rows
 
@@ -133,9 +134,10 @@ def patch() -> Callable[[], None]:
         A function that puts SGLang's back.
 
     Raises:
-        ImportError: SGLang is not installed.
+        ImportError: SGLang is not installed, or is a version that this does not fit.
     """
-    from sglang.srt.layers.attention import deepseek_v4_backend_hip_radix as place
+    with adapting("sglang"):
+        from sglang.srt.layers.attention import deepseek_v4_backend_hip_radix as place
 
     theirs = place.flash_mla_with_kvcache_entrypoint
 

@@ -10,12 +10,15 @@ Example:
     >>> model.generate(**inputs, past_key_values=cache)  # doctest: +SKIP
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from narrowkv.engines.versions import adapting
 
-from narrowkv.engines.transformers.architectures import supported_architectures, supports
-from narrowkv.engines.transformers.attention import attend
-from narrowkv.engines.transformers.cache import NarrowCache, NarrowLayer
-from narrowkv.engines.transformers.masks import padding_of
+with adapting("transformers"):
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from narrowkv.engines.transformers.architectures import supported_architectures, supports
+    from narrowkv.engines.transformers.attention import attend
+    from narrowkv.engines.transformers.cache import NarrowCache, NarrowLayer
+    from narrowkv.engines.transformers.masks import padding_of
 
 NAME = "narrowkv"
 

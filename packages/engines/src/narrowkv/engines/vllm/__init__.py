@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from narrowkv.engines.geometry import decoder_reasons, head_dims
+from narrowkv.engines.versions import adapting
 from narrowkv.engines.vllm.slots import CACHE_DTYPES, OWN_SLOTS, slot_reasons
 
-BACKEND = "narrowkv.engines.vllm.backend.NarrowAttentionBackend"
+BACKEND = "narrowkv.engines.vllm.NarrowAttentionBackend"
 
 
 def register(*, cpu: bool = False) -> None:
@@ -23,8 +24,12 @@ def register(*, cpu: bool = False) -> None:
     Args:
         cpu: also take the place of the CPU's own backend, because vLLM on a CPU takes no other. It holds for
             this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0.
+
+    Raises:
+        EngineVersionError: this vLLM has not what the adapter imports; another version is needed.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    with adapting("vllm"):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     if cpu:
@@ -54,6 +59,16 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
     elif not reasons:
         reasons += [reason for dim in head_dims(config) for reason in slot_reasons(kv_cache_dtype, dim)]
     return reasons
+
+
+def __getattr__(name: str) -> Any:
+    """`NarrowAttentionBackend`, which vLLM asks for when it starts a model: its module imports vLLM."""
+    if name != "NarrowAttentionBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with adapting("vllm"):
+        from narrowkv.engines.vllm.backend import NarrowAttentionBackend
+
+    return NarrowAttentionBackend
 
 
 __all__ = ["BACKEND", "register", "supports"]

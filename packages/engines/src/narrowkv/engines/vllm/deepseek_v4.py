@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from narrowkv.engines.deepseek import LAYOUTS, attend_to_rows, listed_rows, page_rows
+from narrowkv.engines.versions import adapting
 from narrowkv.sparse_fp8 import DSV4Rows, KVSource
 
 __all__ = ["patch", "rocm_sparse_attn_decode"]
@@ -86,11 +87,12 @@ def patch() -> Callable[[], None]:
         A function that puts vLLM's back.
 
     Raises:
-        ImportError: vLLM is not installed.
+        ImportError: vLLM is not installed, or is a version that this does not fit.
     """
     put_back: list[tuple[Any, Any]] = []
-    for path in _PLACES:
-        module: Any = importlib.import_module(path)
+    with adapting("vllm"):
+        places: list[Any] = [importlib.import_module(path) for path in _PLACES]
+    for module in places:
         put_back.append((module, module.rocm_sparse_attn_decode))
         module.rocm_sparse_attn_decode = _standing_in(module.rocm_sparse_attn_decode)
 
