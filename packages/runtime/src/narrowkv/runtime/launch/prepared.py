@@ -151,7 +151,7 @@ def launch_by_name(bound: BoundLaunch, grid: tuple[Any, ...], **arguments: Any) 
 
 
 def launch_of(bound: BoundLaunch, grid: tuple[Any, ...], arguments: Mapping[str, Any]) -> KernelLaunch:
-    """`launch_by_name` with the kernel's own of the arguments that an operation's kernels share."""
+    """`launch_by_name`, with the kernel's arguments taken from a dictionary that several kernels share."""
     return launch_by_name(
         bound, grid, **{name: arguments[name] for name in bound.kernel.arg_names if name in arguments}
     )
