@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tool_modules import load_tool
 
 from narrowkv.testing.machine import versions
 from narrowkv.testing.operations import families
@@ -20,16 +19,7 @@ from narrowkv.testing.operations import families
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _tool() -> Any:
-    spec = importlib.util.spec_from_file_location("amd_figures", ROOT / "tools" / "amd_figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TOOL = _tool()
+TOOL = load_tool("amd_figures")
 
 
 def _stored(name: str) -> dict[str, Any]:

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tool_modules import load_tool
 
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import compile_for
 from narrowkv.testing.codegen import compile_call
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def _tool() -> Any:
-    spec = importlib.util.spec_from_file_location("tile_sweep", ROOT / "tools" / "tile_sweep.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TOOL = _tool()
+TOOL = load_tool("tile_sweep")
 
 
 def _print(rows: list[Any]) -> None:

@@ -1,7 +1,8 @@
 """Makes the figures of gfx942 and gfx950 code that the documentation shows, without a GPU.
 
     python tools/amd_figures.py             # registers, spills, LDS and loops, of every row: compiled only
-    python tools/amd_figures.py --models    # also the modelled rows: half an hour on two cores
+    python tools/amd_figures.py --models    # also the modelled rows: about four minutes of one core
+    python tools/amd_figures.py --models --only decode    # of these the rows named so; the others stay
     make results                            # writes the tables from them
 
 Writes benchmarks/results/amd-code.json and amd-model.json, with the Triton that compiled them.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,20 +136,40 @@ def model_row(figure: Figure) -> dict[str, Any]:
     return row
 
 
-def write(name: str, command: str, rows: list[dict[str, Any]]) -> None:
-    """Writes a results file, with what made it."""
-    body = {"command": command, "versions": {"triton": versions()["triton"]}, "rows": rows}
-    (RESULTS / f"{name}.json").write_text(json.dumps(body, indent=1) + "\n")
+def write(name: str, command: str, figures: list[Figure], row: Callable[[Figure], Any], only: str) -> None:
+    """Writes a results file: a row of each figure, and what made it.
+
+    Args:
+        only: part of the tables or names of the rows that are made; the others are those stored.
+
+    Raises:
+        SystemExit: the stored rows are another Triton's.
+    """
+    path = RESULTS / f"{name}.json"
+    made_with = {"triton": versions()["triton"]}
+    stored: list[Any] = [None] * len(figures)
+    if only:
+        document = json.loads(path.read_text())
+        if document["versions"] != made_with:
+            raise SystemExit(f"{path.name} is of {document['versions']}: make all rows, without --only")
+        kept = {tuple(map(old.get, vars(figures[0]))): old for old in document["rows"]}
+        stored = [kept.get(tuple(vars(figure).values())) for figure in figures]
+    rows = [
+        row(figure) if old is None or only in figure.table or only in figure.name else old
+        for figure, old in zip(figures, stored, strict=True)
+    ]
+    path.write_text(json.dumps({"command": command, "versions": made_with, "rows": rows}, indent=1) + "\n")
 
 
 def main() -> None:
     """Makes the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", action="store_true", help="also make the modelled rows")
-    models = parser.parse_args().models
-    write("amd-code", "python tools/amd_figures.py", [code_row(figure) for figure in CODE])
-    if models:
-        write("amd-model", "python tools/amd_figures.py --models", [model_row(figure) for figure in MODELLED])
+    parser.add_argument("--only", default="", metavar="WORD", help="make the rows named so, keep the others")
+    given = parser.parse_args()
+    write("amd-code", "python tools/amd_figures.py", CODE, code_row, given.only)
+    if given.models:
+        write("amd-model", "python tools/amd_figures.py --models", MODELLED, model_row, given.only)
 
 
 if __name__ == "__main__":

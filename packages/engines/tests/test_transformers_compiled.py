@@ -131,6 +131,7 @@ def compare_compiled(name, masked, **how):
     ("name", "masked", "how"),
     [
         ("llama-3-tiny", True, {"backend": "inductor", "fullgraph": True}),
+        ("llama-3-tiny", False, {"backend": "aot_eager", "fullgraph": True}),
         *(
             pytest.param(name, masked, {"backend": "inductor", **how}, marks=slow)
             for name, masked, how in itertools.product(
@@ -158,15 +159,36 @@ def test_generate_compiles_its_steps_over_a_static_cache(name, pad, backend):
     assert_alike(generated(name, mask, compile_config=how, **STATIC))
 
 
-@slow
+@pytest.mark.parametrize(
+    ("name", "masked", "backend", "how"),
+    [
+        ("llama-3-tiny", False, "aot_eager", {"format": "bf16"}),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (
+                ("llama-3-tiny", True, "inductor", {"format": "bf16"}),
+                ("gemma-2-tiny", True, "aot_eager", {"format": "fp8_e4m3fn"}),
+                ("llama-3-tiny", True, "aot_eager", {"format": "fp4_e2m1", "recent": 4, "first": 2}),
+            )
+        ),
+    ],
+)
 @torch.no_grad()
-def test_a_compiled_forward_takes_a_narrow_cache():
-    own, compiled = model(implementation="eager"), torch.compile(model().forward, backend="aot_eager")
-    narrow = NarrowCache(own.config, max_length=16, page_size=8, format="bf16")
-    plain, ids = DynamicCache(), prompt()
-    for part in ids.split([8, 1], 1):
-        expected = own(part, past_key_values=plain).logits.float()
-        assert relative_l1(compiled(part, past_key_values=narrow).logits, expected) < BOTH_BF16
+def test_a_compiled_forward_takes_a_narrow_cache_as_one_graph(name, masked, backend, how):
+    """A prompt and three steps, of which the second is not compiled, beside the same without a compiler."""
+    compiled = torch.compile(model(name).forward, backend=backend, fullgraph=True)
+    own, narrow = (NarrowCache(model(name).config, max_length=16, page_size=8, **how) for _ in range(2))
+    end = 0
+    steps = zip(prompt().split([6, 1, 1, 1], 1), (compiled, compiled, model(name), compiled), strict=True)
+    for part, run in steps:
+        end += part.shape[1]
+        mask = left_padded()[:, :end] if masked else None
+        seen = slice(None) if mask is None else mask[:, -part.shape[1] :].bool()
+        found, expected = (
+            step(part, attention_mask=mask, past_key_values=cache).logits.float()[seen]
+            for step, cache in ((run, narrow), (model(name), own))
+        )
+        assert relative_l1(found, expected) < BOTH_BF16
 
 
 HOLE = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]])

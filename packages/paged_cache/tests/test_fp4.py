@@ -6,6 +6,7 @@ Bytes that an append writes are in test_append, copies of pages in test_pool, re
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,33 @@ def test_zeros_tiny_and_huge_rows_are_kept_or_saturated(device: str) -> None:
     assert torch.equal(back[0, 1].cpu(), k[1].cpu())
     assert float((back[0, 2] / k[2] - 1).abs().max()) < 0.2
     assert float(back[0, 3].min()) > 1e38
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("how", "least"),
+    [
+        ({"format": F4}, 1.5e38),
+        ({"format": F4, "scale_group": 32}, 1.5e38),
+        # An E4M3 scale ends at 448, a code at 6.
+        ({"format": F4, "scale_format": "e4m3"}, 2600.0),
+        ({"format": F4, "scale_format": "e4m3", "scale_group": 16}, 2600.0),
+        ({"format": "int8"}, 1.3e38),
+        ({"format": "int4"}, 1.3e38),
+    ],
+    ids=str,
+)
+def test_the_largest_numbers_are_stored_as_finite_ones(
+    how: dict[str, Any], least: float, dtype: torch.dtype, device: str
+) -> None:
+    cache = PagedKVCache.empty(1, 4, 1, 64, device=device, **how)
+    x = torch.zeros(4, 1, 64, device=device, dtype=dtype)
+    x[0], x[1, 0, ::2], x[1, 0, 1::2], x[2, 0, 5], x[3] = 3e38, 3e38, -3e38, -3e38, torch.finfo(dtype).max
+    append(cache, x, x, torch.arange(4, device=device))
+    for back in (side.cpu()[0, :, 0] for side in cache.dequantize()):
+        assert bool(back.isfinite().all())
+        large = x.cpu()[:, 0].abs() > 0
+        assert bool((back[large] * x.cpu()[:, 0].sign()[large] >= least).all())
 
 
 def test_capacity_is_twice_fp8s_and_a_pool_in_a_fixed_budget_shows_it() -> None:

@@ -190,7 +190,7 @@ SideLayout = tuple[Any, bool, str]
 
 
 class SparseLayout(NamedTuple):
-    """Everything that the launches of a call depend on besides the plan; calls with equal ones share them.
+    """What a plan's launches are made for; calls with equal layouts use the same launches.
 
     Attributes:
         family: `SparseConfig.family` of the attention kernel.

@@ -12,7 +12,7 @@ from itertools import product
 
 __all__ = [
     "BOUND_16_BIT_QUERY", "BOUND_FP8_COMPUTE", "BOUND_FP8_P", "BOUND_SPARSE", "FP4", "FP8", "GLM_GQA12",
-    "PAGES", "SIXTEEN_BIT", "Contract", "ContractSet", "Shape", "alike", "contracts",
+    "PAGES", "Contract", "ContractSet", "Shape", "alike", "contracts",
 ]  # fmt: skip
 
 # Bounds on the relative L1 error.
@@ -26,7 +26,6 @@ BOUND_FP8_P = 0.03
 """Of Sage attention: rounding P to E4M3 alone costs 0.022 on values whose average is noise."""
 
 PAGES = (1, 16, 64)
-SIXTEEN_BIT = ("bf16", "fp16")
 FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz")
 FP4 = (("fp4_e2m1", "fp4_e2m1"), ("fp8_e4m3fn", "fp4_e2m1"))
 

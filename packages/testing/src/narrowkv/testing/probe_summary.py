@@ -11,12 +11,12 @@ from narrowkv.testing.contracts import Contract
 from narrowkv.testing.operations import operation_of
 from narrowkv.testing.probing import FAIL, INEXACT, NOT_RUN, PASS, REFUSED, SKIPPED, STATUSES, ProbeRun
 from narrowkv.testing.records import number
+from narrowkv.testing.words import QUERY_DTYPES
 
 __all__ = [
     "Column", "Row", "capacity", "cell", "code", "columns", "device_times", "emulated", "reasons", "sections",
 ]  # fmt: skip
 
-_16_BIT = ("bf16", "fp16")
 _MARKS = {PASS: "ok", FAIL: "FAIL", INEXACT: "over"}
 _COUNTED = (NOT_RUN, SKIPPED, REFUSED)
 
@@ -62,7 +62,7 @@ def sections(contracts: Sequence[Contract]) -> dict[str, list[Row]]:
     rows: dict[tuple[str, str, str, float, tuple[int, ...]], list[int]] = {}
     for (function, q, cache, bound), indices in pages.items():
         sizes = tuple(contracts[i].page_size for i in indices)
-        kind = "16-bit" if q in _16_BIT else q
+        kind = "16-bit" if q in QUERY_DTYPES else q
         rows.setdefault((function, kind, cache, bound, sizes), []).extend(indices)
     found: dict[str, list[Row]] = {}
     for (function, _, cache, bound, sizes), indices in rows.items():

@@ -80,9 +80,10 @@ def splits_of_some_tiles(launch: Launch) -> Iterable[Workgroup]:
 
 
 def prefill_programs(launch: Launch) -> Iterable[Workgroup]:
-    """Some tiles; of even shares all of the last KV head, since only the device knows which make up a tile.
+    """All splits of some tiles; with even shares of keys, all programs of the last KV head.
 
-    Programs past the last share return at once, so the many places that stand ready for shares cost little.
+    Which programs share a tile follows from the lengths, which only the device knows. Programs without a
+    share return at once, so running all of them costs little.
     """
     constexprs = launch.constexprs
     if not constexprs["RULES"].shares:

@@ -113,8 +113,13 @@ class NarrowLayer(CacheLayerMixin):
             append(self.near, k, v, step.window.near_slots)
             append(self.cache, k, v, step.window.far_slots)
 
-    def decode_plans(self, q: torch.Tensor) -> tuple[DecodePlan, ...]:
-        """The plan of a decode step over each of `decode_inputs`; found again without a look-up."""
+    def decode_plans(self, q: torch.Tensor) -> tuple[DecodePlan | None, ...]:
+        """The plan of a decode step over each of `decode_inputs`; found again without a look-up.
+
+        None where torch.compile traces, as of `Rows.prefill_plan`.
+        """
+        if torch.compiler.is_compiling():
+            return (None,) * len(self.decode_inputs())
         if self._planned is None or self._planned[0] != q.shape or self._planned[1] != q.dtype:
             plan = self.owner.rows.decode_plan
             self._planned = q.shape, q.dtype, tuple(plan(q, *each) for each in self.decode_inputs())

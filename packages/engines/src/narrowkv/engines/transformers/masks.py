@@ -175,7 +175,8 @@ def tokens_of(attention_mask: object, batch: int, keys: int, queries: int) -> To
         return Tokens()
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[0] == batch:
         shape, both = attention_mask.shape, keys + queries
-        if len(shape) == 4 and shape[1] == shape[2] == 1 and shape[3] in (both, both + 1):
+        # Not `in`: torch.compile finds no symbolic size in a tuple.
+        if len(shape) == 4 and shape[1] == shape[2] == 1 and both <= shape[3] <= both + 1:
             flat = attention_mask.flatten(1)
             served = flat[:, both:] if shape[3] > both else None
             return Tokens(flat[:, :keys], flat[:, keys:both], served)

@@ -150,8 +150,13 @@ class Rows:
             plan = self._decode_plans[key] = plan_decode(q, cache, table)
         return plan
 
-    def prefill_plan(self, q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPlan:
-        """The plan of this chunk, made once for all layers of a shape."""
+    def prefill_plan(self, q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPlan | None:
+        """The plan of this chunk, made once for all layers of a shape.
+
+        None where torch.compile traces, which cannot follow how a plan is made: the operator makes its own.
+        """
+        if torch.compiler.is_compiling():
+            return None
         key = (q.shape, q.dtype, cache.num_kv_heads, cache.format)
         plan = self._prefill_plans.get(key)
         if plan is None:

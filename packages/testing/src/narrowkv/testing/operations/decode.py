@@ -5,27 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowkv.testing import workgroups
+from narrowkv.testing import operation, workgroups
 from narrowkv.testing.contracts import (
     FP4,
     FP8,
     GLM_GQA12,
     PAGES,
-    SIXTEEN_BIT,
     ContractSet,
     Shape,
     alike,
     contracts,
 )
-from narrowkv.testing.operation import (
-    BenchEntry,
-    InspectEntry,
-    OperationEntry,
-    ReportLines,
-    ValidateEntry,
-    option,
-)
-from narrowkv.testing.words import DECODE_KERNELS
+from narrowkv.testing.operation import option
+from narrowkv.testing.words import DECODE_KERNELS, QUERY_DTYPES
 
 FUNCTION = "paged_decode"
 
@@ -70,7 +62,7 @@ class DecodeCall:
     kernel: str = option("", "native or decode; default: the target's.", words=DECODE_KERNELS)
 
 
-OPERATION = OperationEntry(
+OPERATION = operation.OperationEntry(
     name="decode",
     functions=(FUNCTION,),
     module="narrowkv.testing.cases.decode",
@@ -79,7 +71,7 @@ OPERATION = OperationEntry(
     hbm_share=1.0,  # each sequence has its own keys
     contracts=(
         GLM_GQA12.asking(
-            *contracts(FUNCTION, SIXTEEN_BIT, (*alike("bf16", *FP8), *FP4), PAGES),
+            *contracts(FUNCTION, QUERY_DTYPES, (*alike("bf16", *FP8), *FP4), PAGES),
             *contracts(FUNCTION, FP8[:1], alike(*FP8[:1]), PAGES),
         ),
         ContractSet(
@@ -103,21 +95,21 @@ OPERATION = OperationEntry(
         "_merge_splits_kernel": workgroups.rows_of_last_head_program,
         "_merge_states_kernel": workgroups.corners,
     },
-    validate=ValidateEntry(
+    validate=operation.ValidateEntry(
         "Sweep decode's axes against the reference: error table, worst cases, commands that repeat them.",
         seed="Of the random mixtures.",
     ),
-    inspect=InspectEntry(
+    inspect=operation.InspectEntry(
         "Show what decode compiles to: registers, LDS, spills, instructions, and a modelled roofline.",
         call=DecodeCall,
         module="narrowkv.testing.bench.decode",
     ),
-    bench=BenchEntry(
+    bench=operation.BenchEntry(
         "Measure paged decode over batches, contexts, page sizes, ratios and formats.",
         DecodeRows,
         "narrowkv.testing.bench.decode",
     ),
-    report=ReportLines(
+    report=operation.ReportLines(
         cases=("lens=70+5,clean=1", "lens=33,format=bf16", "lens=300+37+1,sinks=1,split=per_sequence"),
         measured="--batch 1,64 --context 8192 --page-size 16",
         rehearsed="--batch 64 --context 8192 --page-size 16 --format fp8_e4m3fn",

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowkv.testing import workgroups
+from narrowkv.testing import operation, workgroups
 from narrowkv.testing.contracts import (
     BOUND_FP8_COMPUTE,
     FP4,
     FP8,
     GLM_GQA12,
     PAGES,
-    SIXTEEN_BIT,
     ContractSet,
     Shape,
     alike,
     contracts,
 )
-from narrowkv.testing.operation import (
-    BenchEntry,
-    InspectEntry,
-    OperationEntry,
-    ReportLines,
-    ValidateEntry,
-    option,
-)
+from narrowkv.testing.operation import option
+from narrowkv.testing.words import QUERY_DTYPES
 
 PREFILL = "batch_prefill"
 APPEND = "prefill_append"
@@ -43,7 +36,7 @@ class PrefillRows:
     samples: int = option(50, "The most samples of a row.")
 
 
-OPERATION = OperationEntry(
+OPERATION = operation.OperationEntry(
     name="prefill",
     functions=(PREFILL, APPEND),
     module="narrowkv.testing.cases.prefill",
@@ -52,7 +45,7 @@ OPERATION = OperationEntry(
     contracts=(
         # One new token of each sequence, by the metadata of a prefill.
         GLM_GQA12.asking(
-            *contracts(PREFILL, SIXTEEN_BIT, alike(*FP8[:1]), PAGES),
+            *contracts(PREFILL, QUERY_DTYPES, alike(*FP8[:1]), PAGES),
             *contracts(PREFILL, FP8[:1], alike(*FP8[:1]), PAGES, bound=BOUND_FP8_COMPUTE),
         ),
         ContractSet(
@@ -60,7 +53,7 @@ OPERATION = OperationEntry(
             "16-bit queries of many tokens over a narrow paged cache at GQA ratio 12",
             Shape(batch=2, q_len=24, context=64, num_qo_heads=24, num_kv_heads=2, head_dim=128),
             (
-                *contracts(PREFILL, SIXTEEN_BIT, alike(*FP8[:1]), (1, 16)),
+                *contracts(PREFILL, QUERY_DTYPES, alike(*FP8[:1]), (1, 16)),
                 *contracts(PREFILL, ("bf16",), FP4[1:], (16,)),
                 *contracts(PREFILL, FP8[:1], alike(*FP8[:1]), (16,), bound=BOUND_FP8_COMPUTE),
             ),
@@ -69,7 +62,7 @@ OPERATION = OperationEntry(
             "prefill-append",
             "a chunk attends to an FP8 cache and is appended to it in one launch",
             Shape(batch=2, q_len=16, context=250, num_qo_heads=96, num_kv_heads=8, head_dim=128),
-            contracts(APPEND, SIXTEEN_BIT, alike(*FP8), PAGES),
+            contracts(APPEND, QUERY_DTYPES, alike(*FP8), PAGES),
         ),
     ),
     samples={
@@ -79,14 +72,18 @@ OPERATION = OperationEntry(
         "_dense_prefill_kernel": workgroups.splits_of_some_tiles,  # after all of _widen_kernel
         "_cdna_prefill_kernel": workgroups.splits_of_some_tiles,  # likewise
     },
-    validate=ValidateEntry("Sweep prefill, and prefill that appends, whose cache must be right to the byte."),
-    inspect=InspectEntry("Show what prefill compiles to: every shipped configuration, or one case."),
-    bench=BenchEntry(
+    validate=operation.ValidateEntry(
+        "Sweep prefill, and prefill that appends, whose cache must be right to the byte."
+    ),
+    inspect=operation.InspectEntry(
+        "Show what prefill compiles to: every shipped configuration, or one case."
+    ),
+    bench=operation.BenchEntry(
         "Measure prefill of one sequence over prefixes, beside torch SDPA, and prefill that appends.",
         PrefillRows,
         "narrowkv.testing.bench.prefill",
     ),
-    report=ReportLines(
+    report=operation.ReportLines(
         cases=("kernel=dense", "format=bf16,kernel=fused", "operation=append"),
         measured="--new 1024,4096 --prefix 0,4096 --heads 96/8 --format fp8_e4m3fn",
         rehearsed="--new 1024 --prefix 4096 --heads 96/8 --format fp8_e4m3fn",

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowkv.testing import workgroups
+from narrowkv.testing import operation, workgroups
 from narrowkv.testing.contracts import BOUND_FP8_P, ContractSet, Shape, alike, contracts
-from narrowkv.testing.operation import (
-    BenchEntry,
-    InspectEntry,
-    OperationEntry,
-    ReportLines,
-    ValidateEntry,
-    option,
-)
+from narrowkv.testing.operation import option
 from narrowkv.testing.words import SAGE_GRANULARITIES, SAGE_PRECISIONS
 
 FUNCTION = "sage_attention"
@@ -45,7 +38,7 @@ class SageShapeOptions:
     )  # fmt: skip
 
 
-OPERATION = OperationEntry(
+OPERATION = operation.OperationEntry(
     name="sage",
     functions=(FUNCTION,),
     module="narrowkv.testing.cases.sage",
@@ -59,18 +52,18 @@ OPERATION = OperationEntry(
         ),
     ),
     samples={"_sage_attention_kernel": workgroups.corners},
-    validate=ValidateEntry(
+    validate=operation.ValidateEntry(
         "Show what Sage attention's granularities cost in accuracy, beside the published figures.",
         seed="Of the inputs.",
         one_shape=SageShapeOptions,
     ),
-    inspect=InspectEntry("Show what Sage attention compiles to: every shipped configuration."),
-    bench=BenchEntry(
+    inspect=operation.InspectEntry("Show what Sage attention compiles to: every shipped configuration."),
+    bench=operation.BenchEntry(
         "Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal.",
         SageRows,
         "narrowkv.testing.bench.sage",
     ),
-    report=ReportLines(
+    report=operation.ReportLines(
         measured="--context 16384 --granularity per_thread",
         quick="--batch 1 --context 128 --heads 2 --granularity per_thread",
     ),

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowkv.testing import workgroups
+from narrowkv.testing import operation, workgroups
 from narrowkv.testing.contracts import BOUND_FP8_COMPUTE, BOUND_SPARSE, Contract, ContractSet, Shape
-from narrowkv.testing.operation import (
-    BenchEntry,
-    InspectEntry,
-    OperationEntry,
-    ReportLines,
-    ValidateEntry,
-    option,
-)
+from narrowkv.testing.operation import option
 from narrowkv.testing.words import SPARSE_WAYS
 
 PREFILL = "sparse_prefill"
@@ -33,7 +26,7 @@ class SparseRows:
     samples: int = option(50, "The most samples of a row.")
 
 
-OPERATION = OperationEntry(
+OPERATION = operation.OperationEntry(
     name="sparse",
     functions=(PREFILL, PREFILL_FP8, DECODE),
     module="narrowkv.testing.cases.sparse",
@@ -61,18 +54,18 @@ OPERATION = OperationEntry(
         "_sparse_cdna_kernel": workgroups.sparse_programs,
         "_merge_sparse_kernel": workgroups.rows_of_last_sparse_program,
     },
-    validate=ValidateEntry(
+    validate=operation.ValidateEntry(
         "Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options."
     ),
-    inspect=InspectEntry(
+    inspect=operation.InspectEntry(
         "Show what sparse attention compiles to: every shipped configuration, or one case.", every_kernel=True
     ),
-    bench=BenchEntry(
+    bench=operation.BenchEntry(
         "Measure DeepSeek-V4 sparse prefill over tokens, heads and top-k, in each mode.",
         SparseRows,
         "narrowkv.testing.bench.sparse",
     ),
-    report=ReportLines(
+    report=operation.ReportLines(
         cases=("lens=37+0,sink=1", "mode=decode,lens=37"),
         measured="--tokens 4096 --heads 64,128 --topk 2048 --mode bf16,fused",
         quick="--tokens 4 --heads 64 --topk 64 --pool 256 --mode bf16,fused",
