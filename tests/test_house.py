@@ -52,8 +52,6 @@ ARROWS = {
 ARROWS["testing"] = set(ARROWS)
 ARROWS["cli"] = set(ARROWS)
 MAX_ARGUMENTS = 14
-# Functions with more arguments, which only their own package calls.
-LONG_ARGUMENT_LISTS = {"packages/attn_prefill/src/narrowkv/attn_prefill/calls.py": "run"}
 MAX_JIT_PARAMETERS = 30
 MAX_HOST_LINES = 80
 MAX_JIT_LINES = 120
@@ -62,7 +60,6 @@ LONG_FUNCTIONS = {
     "packages/attn_decode/src/narrowkv/attn_decode/config.py": {"choose_config": 127},
     "packages/attn_decode/src/narrowkv/attn_decode/kernels/decode.py": {"_paged_decode_kernel": 191},
     "packages/attn_decode/src/narrowkv/attn_decode/plan.py": {"run": 95},
-    "packages/attn_prefill/src/narrowkv/attn_prefill/calls.py": {"run": 124},
     "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/append.py": {"_prefill_append_kernel": 162},
     "packages/runtime/src/narrowkv/runtime/launch/interpreter_types.py": {"share_types": 103},
 }
@@ -229,8 +226,7 @@ def has_public_functions_of_at_most_14_arguments(source: Source) -> Wrong:
     for function in source.functions if source.project != "cli" else ():  # a command's options are arguments
         count, args = count_arguments(function), function.args.args
         count -= bool(args) and args[0].arg in ("self", "cls")
-        known = LONG_ARGUMENT_LISTS.get(source.name) == function.name
-        if count > MAX_ARGUMENTS and not (known or is_private(function.name) or is_jit(function)):
+        if count > MAX_ARGUMENTS and not (is_private(function.name) or is_jit(function)):
             yield function.lineno, f"{function.name} takes {count}"
 
 

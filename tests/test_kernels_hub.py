@@ -68,8 +68,10 @@ def test_metadata_name_the_build_and_digest_its_files(builds: list[Path]) -> Non
         assert metadata["backend"]["type"] == build.name.removeprefix("torch-")
         assert metadata["id"].isidentifier()
         operators = (build / "attn_decode" / "torch_ops.py").read_text()
-        assert f'"{metadata["id"]}::paged_decode"' in operators
+        registrar = (build / "runtime" / "launch" / "tracing.py").read_text()
+        assert f'"{metadata["id"]}::merge_states"' in operators
         assert "ops.narrowkv" not in operators
+        assert registrar.count(f'"{metadata["id"]}::') == 2
         namespaces.add(metadata["id"])
     assert len(namespaces) == len(builds)
 

@@ -14,11 +14,12 @@ from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_optio
 from narrowkv.runtime.launch.tracing import (
     OPTIONS_SCHEMA,
     as_bytes,
+    call_attention,
     plan_of,
+    register_attention,
     spell,
     spelled,
     traces,
-    wide_dtype,
 )
 
 _INPUTS = (
@@ -53,33 +54,7 @@ def _decode(
     )  # fmt: skip
 
 
-@torch.library.custom_op("narrowkv::paged_decode", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
-def _decode_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    o, lse = _decode(*args, return_lse=True)
-    return o, lse
-
-
-@_decode_op.register_fake
-def _decode_fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = spelled(*rest[-3:])["out_dtype"] or wide_dtype(q)
-    return torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format), q.new_empty(
-        q.shape[:2], dtype=torch.float32
-    )
-
-
-@torch.library.custom_op(
-    "narrowkv::paged_decode_out",
-    mutates_args=("out", "lse"),
-    schema=f"({_INPUTS}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
-)
-def _decode_out_op(*args: Any) -> None:
-    *inputs, out, lse = args
-    _decode(*inputs, out=out, lse=lse, return_lse=lse is not None)
-
-
-@_decode_out_op.register_fake
-def _decode_out_fake(*args: object) -> None:
-    """Writes into its outputs, and returns nothing."""
+register_attention("paged_decode", _INPUTS, _decode)
 
 
 @traces("paged_decode")
@@ -118,15 +93,11 @@ def traced_decode(
         page_table.kv_last_page_len, page_table.seq_lens, page_table.key_ranges, page_table.tree_mask,
         on_device, sinks, *spec,
     )  # fmt: skip
-    if out is None and lse is None:
-        o, sums = torch.ops.narrowkv.paged_decode(*inputs)
-    else:
-        o = torch.empty_like(q, dtype=out_dtype or wide_dtype(q)) if out is None else out
-        if lse is None and return_lse:
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        sums = lse
-        torch.ops.narrowkv.paged_decode_out(*inputs, o, lse)
-    return (o, sums) if return_lse else o
+    ops = torch.ops.narrowkv
+    return call_attention(
+        ops.paged_decode, ops.paged_decode_out, q, inputs, out=out, lse=lse, return_lse=return_lse,
+        out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 def _merge(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from narrowkv.attn_prefill.arguments import KEYWORDS, Arguments, check_keywords
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan, check_plan
 from narrowkv.attn_prefill.planning import plan_for_call
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
@@ -14,7 +15,7 @@ from narrowkv.runtime.launch.tracing import traceable
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from narrowkv.attn_prefill.plan import AppendOptions, PrefillOptions
+    from narrowkv.attn_prefill.arguments import AppendOptions, PrefillOptions
 
 
 @traceable
@@ -87,10 +88,14 @@ def batch_prefill(
         plan = plan_for_call(PrefillPlan, q, cache, page_table, cu_seqlens_q, invariant)
     elif type(plan) is not PrefillPlan:
         check_plan(plan, PrefillPlan, "plan_prefill")
-    return plan.run(
-        q, cache, page_table, cu_seqlens_q, causal=causal, sm_scale=sm_scale, q_descale=q_descale,
-        logits_soft_cap=logits_soft_cap, window_left=window_left, window_right=window_right, sinks=sinks,
-        out=out, **options,
+    if not options.keys() <= KEYWORDS["batch_prefill"]:
+        check_keywords("batch_prefill", options)
+    return plan.call(
+        Arguments(
+            q, cache, page_table, cu_seqlens_q, causal=causal, sm_scale=sm_scale, q_descale=q_descale,
+            logits_soft_cap=logits_soft_cap, window_left=window_left, window_right=window_right, sinks=sinks,
+            out=out, **options,
+        )
     )  # fmt: skip
 
 
@@ -162,7 +167,11 @@ def prefill_append(
         check_plan(plan, AppendPlan, "plan_append")
     if fp8_compute != plan.fp8_compute:
         raise ValueError(f"plan must be made with fp8_compute={fp8_compute}: call plan_append again")
-    return plan.run(
-        q, k_new, v_new, cache, page_table, cu_seqlens_q, rope=rope, sm_scale=sm_scale,
-        logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks, out=out, **options,
+    if not options.keys() <= KEYWORDS["prefill_append"]:
+        check_keywords("prefill_append", options)
+    return plan.call(
+        Arguments(
+            q, cache, page_table, cu_seqlens_q, k_new, v_new, rope, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks, out=out, **options,
+        )
     )  # fmt: skip

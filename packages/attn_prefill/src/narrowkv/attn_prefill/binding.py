@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -20,46 +21,44 @@ from narrowkv.paged_cache.storing import cache_pointers, storage_constants, stor
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.runtime.identity import ByIdentity
+from narrowkv.runtime.launch import named_values
 from narrowkv.runtime.spans import spans_of
 from narrowkv.runtime.targets import Target
 
 # Names of the 16-bit formats of caches and queries.
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# Fields of these structs that differ from cache to cache.
-VARYING_CACHE = ("k", "v", "k_descale", "v_descale")
-VARYING_DESTINATION = ("k", "v", "k_number", "k_descale", "v_number", "v_descale")
 
-
-class Reading(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)  # every call reads it: fields of slots are the fastest
+class Reading:
     """How one kind of kernel reads a cache.
 
     Attributes:
-        cache: pointers and strides; values: its tensors, None for an absent one.
+        cache: pointers and strides; arguments: its tensors as values of a call, by name.
         k, v: constants.
         k_scale, v_scale: what logits and output are multiplied by: descales that are numbers, and the powers
             of two that the conversion leaves out.
     """
 
     cache: Cache
-    values: tuple[torch.Tensor | None, ...]
+    arguments: dict[str, torch.Tensor]
     k: Stored
     v: Stored
     k_scale: float
     v_scale: float
 
 
-class BoundCache(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class BoundCache:
     """A cache as the arguments of kernels.
 
     Attributes:
-        in_loop: the cache for kernels that attend to its pages.
-        in_large_tiles: the same for tiles of 64 rows by the loop of decode, whose matrix instruction takes V
-            from shared memory as it lies there.
-        to_scratch: the cache for kernels that widen its keys into the scratch, ahead of attention.
+        readings: how kernels read the cache. "in_loop": they attend to its pages; "in_large_tiles": the same
+            for tiles of 64 rows by the loop of decode, whose matrix instruction takes V from shared memory as
+            it lies there; "to_scratch": they widen its keys into the scratch, ahead of attention.
         k_descale, v_descale: of descales per head, for kernels that attend to the scratch.
-        destination: where new tokens are stored, None for a plan that does not append; new_values: its
-            tensors and numbers, in the order of its fields.
+        destination: where new tokens are stored, None for a plan that does not append; new_arguments: its
+            tensors and numbers, and those of the key transform, as values of a call, by name.
         per_key: whether K and V have descales that differ from key to key.
         int64_offsets: offsets need 64 bits.
         spans: addresses that the cache and its descales take; written: those that an append writes.
@@ -70,13 +69,11 @@ class BoundCache(NamedTuple):
         transform: what queries go through ahead of attention, or None.
     """
 
-    in_loop: Reading
-    in_large_tiles: Reading
-    to_scratch: Reading
+    readings: dict[str, Reading]
     k_descale: Descale
     v_descale: Descale
     destination: Destination | None
-    new_values: tuple[Any, ...]
+    new_arguments: dict[str, Any]
     per_key: tuple[bool, bool]
     int64_offsets: bool
     spans: list[tuple[int, int]]
@@ -128,14 +125,17 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
     if fp8 is not None and exponent is None:
         # Q's bytes are read as K's are, and lose the same power of two.
         power = 2.0 ** widening_exponent(cache.format.k, in_loop.k.route)
-        in_loop = in_loop._replace(k_scale=in_loop.k_scale * power)
-        to_scratch = to_scratch._replace(k_scale=to_scratch.k_scale * power)
+        in_loop = replace(in_loop, k_scale=in_loop.k_scale * power)
+        to_scratch = replace(to_scratch, k_scale=to_scratch.k_scale * power)
     written: tuple[tuple[int, int], ...] = ()
     destination = None
-    new_values: tuple[Any, ...] = ()
+    new_arguments: dict[str, Any] = {}
+    transform = cache.key_transform
     if exponent is not None:
         destination = Destination(*(value for struct in cache_pointers(cache) for value in struct))
-        new_values = tuple(getattr(destination, name) for name in VARYING_DESTINATION)
+        new_arguments = named_values("new", destination)
+        if transform is not None:
+            new_arguments |= {"k_offset": transform.offset, "k_balance": transform.balance}
         written = store_of(cache).spans
     batch = None
     for value, kind in ((cache.k_descale, cache.k_granularity), (cache.v_descale, cache.v_granularity)):
@@ -149,15 +149,15 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
         cache.k.data_ptr() % 16, to_scratch.k_scale == 1.0, cache.k.requires_grad or cache.v.requires_grad,
         cache.num_pages, cache.k.device, key, storing_constants(cache, exponent, None) if exponent else None,
         (cache.num_pages + 1) * max(cache.k_strides.page, 1) < 2**31,
-        *(_fixed(each.cache, VARYING_CACHE) for each in (in_loop, in_large_tiles, to_scratch)),
-        () if destination is None else _fixed(destination, VARYING_DESTINATION),
+        *(_fixed(each.cache) for each in (in_loop, in_large_tiles, to_scratch)),
+        () if destination is None else _fixed(destination),
     )  # fmt: skip
-    transform = cache.key_transform
     static = () if transform is None else (transform.offset, transform.balance)
     signature += (None if transform is None else (transform.rotated, *(x is None for x in static)),)
     k_descale, v_descale = (descale_pointers(side)[2] for side in cache.sides())
+    readings = {"in_loop": in_loop, "in_large_tiles": in_large_tiles, "to_scratch": to_scratch}
     bound = BoundCache(
-        in_loop, in_large_tiles, to_scratch, k_descale, v_descale, destination, new_values,
+        readings, k_descale, v_descale, destination, new_arguments,
         per_key(cache.k_granularity, cache.v_granularity),
         cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static),
         static_scales(cache), written, hull, cache.num_pages, batch,
@@ -167,9 +167,9 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
     return bound
 
 
-def _fixed(struct: Any, varying: tuple[str, ...]) -> tuple[Any, ...]:
+def _fixed(struct: Any) -> tuple[Any, ...]:
     """Strides and sizes that launches over caches of one kind share."""
-    return tuple(value for name, value in zip(struct._fields, struct, strict=True) if name not in varying)
+    return tuple(None if isinstance(value, torch.Tensor | float) else value for value in struct)
 
 
 def matrix_of(bound: BoundCache, cache: PagedKVCache, block_n: int) -> Any:
@@ -208,8 +208,7 @@ def _reading(
         stored.append(stored_as(side, name, packed_route(target, name, side, half), mode, descale))
         scales.append(factor * 2.0**power)
     found = Cache(*pointers, *descales)
-    values = tuple(getattr(found, name) for name in VARYING_CACHE)
-    return Reading(found, values, stored[0], stored[1], scales[0], scales[1])
+    return Reading(found, named_values("cache", found), stored[0], stored[1], scales[0], scales[1])
 
 
 def storing_constants(cache: PagedKVCache, exponent: str, rope: Rope | None) -> Storing:

@@ -10,6 +10,7 @@ import torch
 
 from narrowkv.attn_decode.arguments import OUT_DTYPES
 from narrowkv.attn_decode.checks import QUERY_DTYPES
+from narrowkv.attn_prefill.arguments import Arguments
 from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import check_new_tokens
@@ -51,21 +52,14 @@ def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
         check_same_device(q=q, sinks=sinks)
 
 
-def check_outputs(
-    q: torch.Tensor,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    lse: torch.Tensor | None,
-    inputs: dict[str, Any],
-) -> torch.dtype:
-    """Checks the caller's outputs, and returns the dtype of a new one.
-
-    inputs: the call's other tensors by name, which the outputs must not overlap.
-    """
+def check_outputs(given: Arguments) -> torch.dtype:
+    """Checks the caller's outputs, and returns the dtype of a new one."""
+    q, out, lse, out_dtype = given.q, given.out, given.lse, given.out_dtype
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         if not isinstance(out_dtype, torch.dtype):
             raise TypeError(f"out_dtype must be a torch.dtype, got {type(out_dtype).__name__}")
         raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype}")
+    inputs = _inputs(given)
     if out is not None:
         check_dtype("out", out, OUT_DTYPES if out_dtype is None else (out_dtype,))
         _check_output("out", out, q, tuple(q.shape), {"q": q, "lse": lse, **inputs})
@@ -85,59 +79,65 @@ def _check_output(
     check_no_overlap(name, given, **inputs)
 
 
-def call_inputs(
-    cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor, **others: Any
-) -> dict[str, Any]:
-    """The tensors of a call by name."""
+def _inputs(given: Arguments) -> dict[str, Any]:
+    """The tensors that a call reads by name, but for q."""
+    cache = given.cache
     return {
         "cache.k": cache.k,
         "cache.v": cache.v,
         "cache.k_descale": cache.k_descale,
         "cache.v_descale": cache.v_descale,
         **transform_tensors(cache.key_transform),
-        **_metadata(page_table, cu_seqlens_q),
-        **others,
+        **_metadata(given),
+        "sinks": given.sinks,
+        "q_descale": given.q_descale,
+        "k_new": given.k_new,
+        "v_new": given.v_new,
+        **_rope_tensors(given.rope),
     }
 
 
-def _metadata(page_table: PageTable, cu_seqlens_q: torch.Tensor) -> dict[str, Any]:
+def _metadata(given: Arguments) -> dict[str, Any]:
+    table = given.page_table
     return {
-        "page ids": page_table.page_ids,
-        "seq_lens": page_table.seq_lens,
-        "kv_indptr": page_table.kv_indptr,
-        "kv_last_page_len": page_table.kv_last_page_len,
-        "cu_seqlens_q": cu_seqlens_q,
+        "page ids": table.page_ids,
+        "seq_lens": table.seq_lens,
+        "kv_indptr": table.kv_indptr,
+        "kv_last_page_len": table.kv_last_page_len,
+        "cu_seqlens_q": given.cu_seqlens_q,
     }
 
 
-def check_chunk(
-    q: torch.Tensor,
-    k_new: torch.Tensor,
-    v_new: torch.Tensor,
-    cache: PagedKVCache,
-    page_table: PageTable,
-    cu_seqlens_q: torch.Tensor,
-    rope: Rope | None,
-    sinks: torch.Tensor | None,
-    *,
-    validate: bool | None,
-) -> None:
+def _rope_tensors(rope: Rope | None) -> dict[str, Any]:
+    if rope is None:
+        return {}
+    return {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
+
+
+def check_chunk(given: Arguments, *, validate: bool | None) -> None:
     """Refuses new tokens that do not belong to the queries or cannot be stored, and inputs in the cache."""
-    others: dict[str, Any] = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": sinks}
-    others |= _metadata(page_table, cu_seqlens_q) | transform_tensors(cache.key_transform)
+    q, k_new, v_new, cache, rope = given.q, given.k_new, given.v_new, given.cache, given.rope
+    if k_new is None or v_new is None:
+        return
+    others: dict[str, Any] = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": given.sinks}
+    others |= _metadata(given) | transform_tensors(cache.key_transform)
     for name, new in (("k_new", k_new), ("v_new", v_new)):
         check_dtype(name, new, (q.dtype,))
         check_shape(name, new, (q.shape[0], cache.num_kv_heads, cache.head_dim))
     check_same_device(q=q, k_new=k_new)
-    if rope is not None:
-        check_instance("rope", rope, Rope)
-        others |= {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
+    others |= _rope_tensors(rope)
     check_new_tokens(cache, k_new, v_new, rope, "mse", validate=validate)
     check_no_overlap("cache.k", cache.k, **others)
     check_no_overlap("cache.v", cache.v, **others)
     for name, descale, kind in _descales(cache):
         if isinstance(descale, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES:
             check_no_overlap(f"cache.{name}", descale, **others)
+
+
+def refuse_overlap(given: Arguments) -> None:
+    """Names what overlaps, if anything does."""
+    check_chunk(given, validate=False)
+    check_outputs(given)
 
 
 def _descales(cache: PagedKVCache) -> Iterator[tuple[str, Any, str]]:

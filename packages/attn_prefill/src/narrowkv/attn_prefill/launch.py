@@ -1,23 +1,44 @@
-"""Which launches serve calls of one kind and size: kernels with their constants, grids, sizes, memory."""
+"""What a call launches: kernels with constants, grids, sizes, memory, and arguments by name."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
-from narrowkv.attn_prefill.binding import TRITON_TYPES, BoundCache, Reading, matrix_of
+from narrowkv.attn_prefill.arguments import Arguments
+from narrowkv.attn_prefill.binding import TRITON_TYPES, BoundCache, matrix_of
 from narrowkv.attn_prefill.config import triton_fp8
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
 from narrowkv.attn_prefill.kernels.append_store import _produce_kernel
-from narrowkv.attn_prefill.kernels.arguments import Blocks, Filling, Rules, Sizes, Storing, Widened
+from narrowkv.attn_prefill.kernels.arguments import (
+    AppendScales,
+    Blocks,
+    Chunk,
+    Filling,
+    Outputs,
+    Queries,
+    Rules,
+    Sizes,
+    Storing,
+    Widened,
+)
 from narrowkv.attn_prefill.kernels.dense import _dense_prefill_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
+from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES
 from narrowkv.attn_prefill.kernels.widen import _widen_kernel
-from narrowkv.attn_prefill.memory import Memory, Needs, append_blocks, has_v_factors, key_type, power_of_two
-from narrowkv.attn_prefill.plan_base import PlanBase
+from narrowkv.attn_prefill.memory import (
+    Memory,
+    Needs,
+    allocated,
+    append_blocks,
+    has_v_factors,
+    key_type,
+    power_of_two,
+)
+from narrowkv.attn_prefill.settings import PrefillSettings
 from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
     compute_units_of,
@@ -27,8 +48,11 @@ from narrowkv.attn_prefill.tiles import (
     widen_options,
 )
 from narrowkv.paged_cache import PagedKVCache
+from narrowkv.paged_cache.bound_table import BoundTable
+from narrowkv.paged_cache.kernels.pages import Descale, Table
 from narrowkv.paged_cache.pointers import multiplied_parts
-from narrowkv.runtime.launch import BoundLaunch
+from narrowkv.paged_cache.rope import rope_pointers
+from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, launch_of, named
 
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
 _ROTATED_TOKENS = 16  # the same of an append in one launch whose cache rotates keys: with 64, FP4 spills
@@ -65,63 +89,52 @@ class Kind(NamedTuple):
     settle: bool
     clean: bool
 
-
-class Numbers(NamedTuple):
-    """Sizes of a call, as kernels take them.
-
-    Attributes:
-        batch, num_tokens: sequences and query tokens; max_q_len: query tokens of a sequence at most.
-        max_keys, key_blocks: keys of a sequence in the scratch, and blocks of all sequences, at most.
-        num_blocks, num_groups: programs of a head that fill the scratch, and that store new tokens; of an
-            append in pages `num_blocks` store new tokens.
-        num_tiles: tiles of rows of a head at most.
-        num_splits: programs that share a tile's keys; of "split" those of a KV head that run at once.
-        least_len, most_len: query tokens of the sequences that are served.
-    """
-
-    batch: int
-    num_tokens: int
-    max_q_len: int
-    max_keys: int
-    key_blocks: int
-    num_blocks: int
-    num_groups: int
-    num_tiles: int
-    num_splits: int
-    least_len: int
-    most_len: int
+    @property
+    def has_options(self) -> bool:
+        """Whether kernels take a log-sum-exp, sinks, a descale of the query or shifts of logits."""
+        return self.lse or self.sinks or self.q_descale or self.shifts
 
 
-@dataclass(frozen=True, eq=False)
-class Route:
-    """The launches of calls of one kind with the same sizes.
+class Route(NamedTuple):
+    """The kernels of calls of one kind with the same sizes.
 
     Attributes:
-        config: the configuration; its `kernel` says which launches there are.
-        fill, fill_grid: the launch that fills the scratch; None where one launch does everything.
-        attend, grid: the launch that attends.
+        config: the configuration; its `kernel` says which kernels there are.
+        fill: the kernel that fills the scratch; None where one launch does everything.
+        attend: the kernel that attends.
         pipelined: whether `kernels/pipelined.py` attends; in_pages: K is copied out of its pages.
-        numbers: sizes; p_scale: what the output is still to be divided by.
+        divides: whether the grid of `attend` has a program for each split.
+        sizes: grids and sizes of the call, by the names that kernels give them: `programs` and
+            `fill_programs` of a launch; `max_keys` of a sequence in the scratch and `key_blocks` of all
+            sequences, at most; `num_blocks` programs of a head that fill the scratch, and `num_groups` that
+            store new tokens (of an append in pages `num_blocks` store new tokens); `num_tiles` tiles of rows
+            of a head at most; `num_splits` programs that share a tile's keys (of "split" those of a KV head
+            that run at once); `least_len` and `most_len` query tokens of the sequences that are served.
+        p_scale: what the output is still to be divided by.
         memory: the plan's, or what each call allocates.
     """
 
     config: PrefillConfig
     fill: BoundLaunch | None
-    fill_grid: tuple[int, int, int]
     attend: BoundLaunch
-    grid: tuple[int, int, int]
     pipelined: bool
     in_pages: bool
-    numbers: Numbers
+    divides: bool
+    sizes: dict[str, int]
     p_scale: float
     memory: Memory | Needs
 
+    @property
+    def kernels(self) -> list[BoundLaunch]:
+        """Its kernels, in the order of their launches."""
+        return [self.attend] if self.fill is None else [self.fill, self.attend]
+
 
 def make_routes(
-    plan: PlanBase, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
+    plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
     kind: Kind,
 ) -> tuple[Route, ...]:  # fmt: skip
-    """The launches of a call of this shape, configuration and kind, for one class of sequences each.
+    """The kernels of a call of this shape, configuration and kind, for one class of sequences each.
 
     The last one stores the new tokens of an append, of all sequences.
     """
@@ -129,7 +142,7 @@ def make_routes(
 
 
 def _make_route(
-    plan: PlanBase, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
+    plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
     kind: Kind,
 ) -> Route:  # fmt: skip
     folded = kind.positive and not kind.soft_cap and not bound.per_key[0]
@@ -164,8 +177,8 @@ class _Maker:
     """Makes the route of one configuration."""
 
     def __init__(
-        self, plan: PlanBase, shape: PrefillShape, config: PrefillConfig, bound: BoundCache, kind: Kind,
-        folded: bool, rotates: bool,
+        self, plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, bound: BoundCache,
+        kind: Kind, folded: bool, rotates: bool,
     ) -> None:  # fmt: skip
         self.plan, self.shape, self.config, self.bound, self.kind = plan, shape, config, bound, kind
         self.folded, self.rotates = folded, rotates
@@ -184,14 +197,13 @@ class _Maker:
     def one_launch(self) -> Route:
         """The cache is read in its pages."""
         shape, config = self.shape, self.config
-        reading: Reading = getattr(self.bound, config.reading)
+        reading = self.bound.readings[config.reading]
         rules = self._paged_rules(reading.v.parts)
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v}
         kernel: Any = _fused_prefill_kernel
-        programs = self.num_tiles * shape.num_kv_heads
-        grid = (programs, 1, config.num_splits)
-        if config.kernel == "split":
-            grid = (most_work_items(shape, config) * shape.num_kv_heads, 1, 1)
+        programs, divides = self.num_tiles * shape.num_kv_heads, config.kernel != "split"
+        if not divides:
+            programs = most_work_items(shape, config) * shape.num_kv_heads
         num_blocks, blocks = 0, self.blocks
         if self.appends:
             kernel = _prefill_append_kernel
@@ -199,15 +211,16 @@ class _Maker:
             size = _ROTATED_TOKENS if storing is not None and storing.stages else config.scratch_block
             blocks = blocks._replace(s=size)
             num_blocks = append_blocks(shape, size) if config.stores else 0
-            grid = (grid[0] * grid[2] + num_blocks * shape.num_kv_heads, 1, 1)
-        constants |= {"RULES": rules, "BLOCKS": blocks}
-        attend = self.plan.bound_launch(kernel, constants, config.options)
-        return self._route(None, (0, 1, 1), attend, grid, self._numbers(num_blocks), p_scale=rules.p_scale)
+            programs *= config.num_splits if divides else 1
+            programs, divides = programs + num_blocks * shape.num_kv_heads, False
+        attend = self.plan.bind(kernel, config.options, **constants, RULES=rules, BLOCKS=blocks)
+        sizes = {"programs": programs, "num_blocks": num_blocks}
+        return self._route(None, attend, sizes, divides=divides, p_scale=rules.p_scale)
 
     def two_launches(self, pipelined: bool, in_pages: bool, *, in_turns: bool = False) -> Route:
         """One launch widens keys into the scratch, and stores new tokens; the next attends."""
         shape, config, kind, target = self.shape, self.config, self.kind, self.plan.target
-        reading = self.bound.to_scratch
+        reading = self.bound.readings["to_scratch"]
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v}
         constants["BLOCKS"] = Blocks(
             0, 0, self.block_d, self.block_d, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES
@@ -234,38 +247,43 @@ class _Maker:
             int64_offsets=self.bound.int64_offsets,
             nvidia=self.nvidia,
         )
-        fill = self.plan.bound_launch(kernel, constants, options)
-        programs = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
+        fill = self.plan.bind(kernel, options, **constants)
+        filling = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
         if in_turns:
-            attend, grid = self._in_turns()
+            attend = self._in_turns()
         else:
-            attend, grid = self._pipelined(in_pages) if pipelined else self._dense()
+            attend = self._pipelined(in_pages) if pipelined else self._dense()
+        programs = self.num_tiles * shape.num_kv_heads
+        if pipelined:  # one a multiprocessor
+            programs = min(programs * config.num_splits, compute_units_of(target))
+        sizes = {
+            "programs": programs, "fill_programs": filling, "num_blocks": num_blocks,
+            "num_groups": num_groups,
+        }  # fmt: skip
         return self._route(
-            fill, (programs, 1, 1), attend, grid, self._numbers(num_blocks, num_groups),
-            pipelined=pipelined, in_pages=in_pages,
-        )  # fmt: skip
+            fill, attend, sizes, pipelined=pipelined, in_pages=in_pages, divides=not (pipelined or in_turns)
+        )
 
     def _route(
-        self, fill: BoundLaunch | None, fill_grid: tuple[int, int, int], attend: BoundLaunch,
-        grid: tuple[int, int, int], numbers: Numbers, *, pipelined: bool = False, in_pages: bool = False,
-        p_scale: float = 1.0,
+        self, fill: BoundLaunch | None, attend: BoundLaunch, sizes: dict[str, int], *, divides: bool,
+        pipelined: bool = False, in_pages: bool = False, p_scale: float = 1.0,
     ) -> Route:  # fmt: skip
-        plan, config = self.plan, self.config
-        return Route(
-            config, fill, fill_grid, attend, grid, pipelined, in_pages, numbers, p_scale,
-            plan.memory(config) or plan.needs(self.shape, config, exact=True),
-        )  # fmt: skip
+        plan, config, shape = self.plan, self.config, self.shape
+        memory = plan.memory(config) or plan.needs(shape, config, exact=True)
+        least_len, most_len = config.q_lens
+        sizes |= {
+            "batch": shape.batch, "num_tokens": shape.num_tokens, "max_q_len": shape.max_q_len,
+            "max_keys": shape.max_seq_len, "key_blocks": self.key_blocks, "num_tiles": self.num_tiles,
+            "num_splits": config.num_splits, "least_len": least_len, "most_len": most_len,
+        }  # fmt: skip
+        route = Route(config, fill, attend, pipelined, in_pages, divides, sizes, p_scale, memory)
+        taken = {name for bound in route.kernels for name in bound.kernel.arg_names}
+        taken |= {"programs", "fill_programs"} | ({"num_splits"} if divides else set())
+        return route._replace(sizes={name: size for name, size in sizes.items() if name in taken})
 
-    def _numbers(self, num_blocks: int, num_groups: int = 0) -> Numbers:
-        shape = self.shape
-        return Numbers(
-            shape.batch, shape.num_tokens, shape.max_q_len, shape.max_seq_len, self.key_blocks, num_blocks,
-            num_groups, self.num_tiles, self.config.num_splits, *self.config.q_lens,
-        )  # fmt: skip
-
-    def _dense(self) -> tuple[BoundLaunch, tuple[int, int, int]]:
+    def _dense(self) -> BoundLaunch:
         """Attention over the scratch in plain Triton."""
-        config, plan, kind, reading = self.config, self.plan, self.kind, self.bound.to_scratch
+        config, plan, kind, reading = self.config, self.plan, self.kind, self.bound.readings["to_scratch"]
         constants = {
             # Pages are behind it.
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
@@ -293,14 +311,13 @@ class _Maker:
             ),
             "BLOCKS": self.blocks,
         }
-        attend = plan.bound_launch(_dense_prefill_kernel, constants, config.options)
-        return attend, (self.num_tiles * self.shape.num_kv_heads, 1, config.num_splits)
+        return plan.bind(_dense_prefill_kernel, config.options, **constants)
 
-    def _in_turns(self) -> tuple[BoundLaunch, tuple[int, int, int]]:
+    def _in_turns(self) -> BoundLaunch:
         """Attention over the scratch in CDNA4's own kernel."""
         from narrowkv.attn_prefill.kernels.cdna import _cdna_prefill_kernel, cdna_call
 
-        config, reading = self.config, self.bound.to_scratch
+        config, reading = self.config, self.bound.readings["to_scratch"]
         fp8 = config.fp8 is not None
         constants = {
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
@@ -315,20 +332,19 @@ class _Maker:
                 self.appends, self._v_block_factors(),
             ),
         }  # fmt: skip
-        attend = self.plan.bound_launch(_cdna_prefill_kernel, constants, config.options)
-        return attend, (self.num_tiles * self.shape.num_kv_heads, 1, 1)
+        return self.plan.bind(_cdna_prefill_kernel, config.options, **constants)
 
     def _matrix_type(self) -> Any:
         """Dtype of K in the workspace: a 16-bit type, or the FP8 type of the matrix unit."""
         fp8 = self.config.fp8
         return TRITON_TYPES[self.key_type] if fp8 is None else getattr(tl, triton_fp8(fp8))
 
-    def _pipelined(self, in_pages: bool) -> tuple[BoundLaunch, tuple[int, int, int]]:
+    def _pipelined(self, in_pages: bool) -> BoundLaunch:
         """Attention over the scratch in Hopper's own kernel, with one program a multiprocessor."""
         from narrowkv.attn_prefill.kernels.pipelined import _pipelined_prefill_kernel
         from narrowkv.attn_prefill.kernels.pipelined_items import PipelinedRules
 
-        config, kind, reading = self.config, self.kind, self.bound.to_scratch
+        config, kind, reading = self.config, self.kind, self.bound.readings["to_scratch"]
         rules = PipelinedRules(
             k_descale=reading.k.descale,
             v_descale=reading.v.descale,
@@ -344,14 +360,11 @@ class _Maker:
             block_n=config.block_n,
             stages=config.options.num_stages,
         )
-        constants = {"SIZES": self.sizes, "RULES": rules}
-        items = self.num_tiles * self.shape.num_kv_heads * config.num_splits
-        attend = self.plan.bound_launch(_pipelined_prefill_kernel, constants, config.options)
-        return attend, (min(items, compute_units_of(self.plan.target)), 1, 1)
+        return self.plan.bind(_pipelined_prefill_kernel, config.options, SIZES=self.sizes, RULES=rules)
 
     def _k_descale(self) -> str:
         """How attention over the scratch takes K's descale; an append's block factors include a head's."""
-        kind: str = self.bound.to_scratch.k.descale
+        kind: str = self.bound.readings["to_scratch"].k.descale
         return "scalar" if self.appends and kind == "head" else kind
 
     def _v_block_factors(self) -> bool:
@@ -398,3 +411,89 @@ class _Maker:
             int64_offsets=self.bound.int64_offsets,
             **values,
         )
+
+
+def launches_of(
+    route: Route, given: Arguments, kind: Kind, bound: BoundCache, table: BoundTable, logit_scale: float,
+    soft_cap: float,
+) -> list[KernelLaunch]:  # fmt: skip
+    """The launches of a route, with an `Arg` for what differs from call to call.
+
+    Args:
+        route: the kernels.
+        given, kind, bound, table: the call, of which strides are taken.
+        logit_scale: of logits in base 2, or natural for a soft cap, without the cache's descales.
+        soft_cap: the cap, or 0.
+    """
+    memory = allocated(route.memory) if isinstance(route.memory, Needs) else route.memory
+    reading, (k_desc, v_desc) = bound.readings[route.config.reading], memory.descriptors
+    num_pages = bound.num_pages if table.max_pages else 0
+    row = Arg("row") if kind.ragged else None
+    arguments: dict[str, Any] = {
+        **{name: Arg(name) for name in (*RUNTIME_SIZES, "qk_scale", "out_scale")},
+        "block_m": route.config.block_m, "table_row": 0 if kind.ragged else Arg("row"),
+        "q": _queries(given, kind, bound), "out": _outputs(given, kind), "soft_cap": soft_cap,
+        "cache": named("cache", reading.cache), "scratch": memory.scratch, "workspace": memory.partials,
+        "table": Table(Arg("ids"), row, Arg("lens"), None, num_pages, None, *table.steps), "rope": None,
+        "k_desc": k_desc, "v_desc": v_desc, "k_descale": _descale("k_descale", bound.k_descale),
+        "v_descale": _descale("v_descale", bound.v_descale),
+    }  # fmt: skip
+    if given.k_new is not None and given.v_new is not None:
+        arguments |= {
+            "chunk": _chunk(given.q, given.k_new, given.v_new, bound),
+            "rope": named("rope", rope_pointers(given.rope)), "to": named("new", bound.destination),
+            "scales": AppendScales(logit_scale, Arg("k_scale"), Arg("out_scale"), soft_cap),
+        }  # fmt: skip
+        if not route.pipelined:
+            # Appended keys are in the scratch unquantised, and the factors of old ones beside them.
+            arguments["qk_scale"] = logit_scale
+    if route.pipelined:
+        pages = None
+        if route.in_pages:
+            pages = matrix_of(bound, given.cache, route.config.block_n).pages(arguments["table"])
+        arguments |= {
+            "page_desc": Arg("page_desc") if route.in_pages else None, "pages": pages,
+            "new_scale": logit_scale, "soft_cap": soft_cap or None,
+        }  # fmt: skip
+    grid = (Arg("programs"), 1, Arg("num_splits") if route.divides else 1)
+    steps = [] if route.fill is None else [launch_of(route.fill, (Arg("fill_programs"),), arguments)]
+    return [*steps, launch_of(route.attend, grid, arguments)]
+
+
+def _queries(given: Arguments, kind: Kind, bound: BoundCache) -> Queries:
+    _, heads, head_dim = given.q.shape
+    token, head = heads * head_dim, head_dim
+    if bound.transform is None:  # else they were written by another launch
+        token, head = given.q.stride()[:2]
+    return Queries(
+        Arg("q"), token, head, Arg("starts"), None, None, Arg("q_descale") if kind.q_descale else None,
+        shift=Arg("shift") if kind.shifts else None,
+    )  # fmt: skip
+
+
+def _outputs(given: Arguments, kind: Kind) -> Outputs:
+    _, heads, head_dim = given.q.shape
+    token, head = (heads * head_dim, head_dim) if given.out is None else given.out.stride()[:2]
+    lse_token = 0 if not kind.lse else heads if given.lse is None else given.lse.stride(0)
+    return Outputs(
+        Arg("out"), token, head, Arg("lse") if kind.lse else None, lse_token,
+        Arg("sinks") if kind.sinks else None,
+    )  # fmt: skip
+
+
+def _chunk(q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, bound: BoundCache) -> Chunk:
+    """New keys and values, and the queries that they see, if others are given for old ones."""
+    k_token, k_head, v_token, v_head = *k_new.stride()[:2], *v_new.stride()[:2]
+    chunk = Chunk(Arg("k_new"), k_token, k_head, Arg("v_new"), v_token, v_head)
+    if bound.transform is None:
+        return chunk
+    offset, balance = (
+        None if bound.new_arguments[name] is None else Arg(name) for name in ("k_offset", "k_balance")
+    )
+    token, head = q.stride()[:2]
+    return chunk._replace(k_offset=offset, k_balance=balance, q=Arg("given_q"), q_token=token, q_head=head)
+
+
+def _descale(name: str, descale: Descale) -> Descale:
+    """A descale per head, for kernels that attend to the scratch."""
+    return descale if descale.ptr is None else descale._replace(ptr=Arg(f"cache_{name}"))

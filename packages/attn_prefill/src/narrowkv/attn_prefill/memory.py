@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -14,13 +15,12 @@ from narrowkv.attn_decode.kernels import Workspace as Partials
 from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import most_work_items, partial_programs, tuned_as
-from narrowkv.runtime.launch import Described, Part, Varies, Workspace, block_bytes
+from narrowkv.runtime.launch import Arg, Described, Part, Workspace, block_bytes
 from narrowkv.runtime.targets import Target
 
 Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _COUNTER_ALIGNMENT = 64  # int32: counters of each kind begin at a multiple of this
 _MOST_SPLITS = 32
-_VALUES_BEFORE_OFFSETS = 3  # of `allocate`
 
 
 class Memory(NamedTuple):
@@ -137,12 +137,18 @@ class Needs:
         return "factor_flag" in self.counters
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Offset of each tensor in bytes, in the order of `names`, from the block or from the counters."""
+    def offsets(self) -> dict[str, int]:
+        """Bytes before each tensor, by its name: in the block, or among the counters."""
         blocks = [block_bytes([block]) for block in self.blocks.values()]
         counters = [4 * _round_up_counters(count) for count in self.counters.values()]
         ends = (*accumulate(blocks), *accumulate(counters))
-        return tuple(end - size for end, size in zip(ends, blocks + counters, strict=True))
+        sizes = blocks + counters
+        return {name: end - size for name, end, size in zip(self.names, ends, sizes, strict=True)}
+
+    @cached_property
+    def arguments(self) -> dict[str, int]:
+        """What a call that allocates its memory gives its launches besides `allocate`, by name."""
+        return {"rows": self.rows} | {_place_of(name): at for name, at in self.offsets.items()}
 
     def _least_rows(self) -> int:
         """The fewest rows that a tile of rows can have."""
@@ -172,14 +178,14 @@ def make_memory(needs: Needs, workspace: Workspace) -> Memory:
     tensors = dict(zip(blocks, workspace.carve(list(blocks.values())), strict=True))
     if counts:
         counters = workspace.counters(needs.num_counters)
-        begins = needs.offsets[len(blocks) :]
-        for (name, count), begin in zip(counts.items(), begins, strict=True):
-            tensors[name] = counters[begin // 4 : begin // 4 + count]
+        for name, count in counts.items():
+            begin = needs.offsets[name] // 4
+            tensors[name] = counters[begin : begin + count]
     return memory_of(needs, tensors, needs.rows, _descriptors(needs.config, tensors))
 
 
-def allocate(needs: Needs, device: torch.device) -> tuple[Any, ...]:
-    """Memory of one call: a block of bytes, counters, rows of a head, and the offsets of all tensors."""
+def allocate(needs: Needs, device: torch.device) -> dict[str, torch.Tensor | None]:
+    """Memory of one call: a block of bytes, and counters; see `Needs.offsets`."""
     block = torch.empty(needs.num_bytes, dtype=torch.uint8, device=device)
     total = needs.num_counters
     # The launch that fills the scratch leaves flags for the one that attends: no other call may share them.
@@ -189,21 +195,26 @@ def allocate(needs: Needs, device: torch.device) -> tuple[Any, ...]:
         counters = torch.zeros(total, dtype=torch.int32, device=device)
     else:
         counters = zeroed_counters(total, device)
-    return (block, counters, needs.rows, *needs.offsets)
+    return {"block": block, "counters": counters}
 
 
-def marks_of(needs: Needs, begin: int) -> Memory:
-    """Placeholders for memory that a call allocates; `allocate` gives the values from index `begin`."""
-    first = begin + _VALUES_BEFORE_OFFSETS
-    dtypes = [dtype for _, dtype in needs.blocks.values()]
-    tensors = {name: Part(begin, first + place, dtypes[place]) for place, name in enumerate(needs.blocks)}
-    for place, name in enumerate(needs.counters, len(dtypes)):
-        tensors[name] = Part(begin + 1, first + place, torch.int32)
-    descriptors: Any = (None, None)
+def allocated(needs: Needs) -> Memory:
+    """Placeholders for memory that a call allocates: the values are those of `allocate` and `arguments`."""
+    tensors = {
+        name: Part(Arg("block"), Arg(_place_of(name)), dtype) for name, (_, dtype) in needs.blocks.items()
+    }
+    for name in needs.counters:
+        tensors[name] = Part(Arg("counters"), Arg(_place_of(name)), torch.int32)
+    rows, descriptors = Arg("rows"), (None, None)
     if needs.config.tma and "k" in tensors:
         make = partial(_described_rows, needs.config, needs.shape.num_kv_heads, needs.shape.head_dim)
-        descriptors = tuple(Described(tensors[name], begin + 2, make) for name in "kv")
-    return memory_of(needs, tensors, Varies(begin + 2), descriptors)
+        descriptors = tuple(Described(tensors[name], rows, make) for name in "kv")  # type: ignore[assignment]
+    return memory_of(needs, tensors, rows, descriptors)
+
+
+def _place_of(name: str) -> str:
+    # Python finds a keyword by its address, if its string is the only one.
+    return sys.intern(f"{name}_begin")
 
 
 def _described_rows(config: PrefillConfig, heads: int, head_dim: int, part: torch.Tensor, rows: int) -> Any:

@@ -1,72 +1,131 @@
-"""Plans of prefill and of appending prefill, and their calls."""
+"""Plans of `batch_prefill` and `prefill_append`: calls are checked and prepared once, then only launched."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.attn_prefill.binding import storing_constants
-from narrowkv.attn_prefill.calls import run
-from narrowkv.attn_prefill.launch import Kind, make_routes
-from narrowkv.attn_prefill.plan_base import PlanBase
+from narrowkv.attn_decode.checks import check_transform, fold_q_descale
+from narrowkv.attn_decode.planning import plan_for_call as decode_plan_for_call
+from narrowkv.attn_prefill.arguments import PLAIN_VALUES, Arguments, check_keywords
+from narrowkv.attn_prefill.binding import BoundCache, matrix_of, storing_constants
+from narrowkv.attn_prefill.checks import (
+    append_shape,
+    check_bounds,
+    check_chunk,
+    check_classes,
+    check_outputs,
+    check_sinks,
+    check_soft_cap,
+    check_values,
+    prefill_shape,
+    refuse_overlap,
+)
+from narrowkv.attn_prefill.launch import Kind, Route, launches_of, make_routes
+from narrowkv.attn_prefill.memory import Needs, allocate
+from narrowkv.attn_prefill.settings import PrefillSettings
+from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.runtime.errors import check_instance
-from narrowkv.runtime.launch import BoundLaunch, is_compiled
+from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
+from narrowkv.paged_cache.key_transform import transform_queries
+from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope, metadata_of
+from narrowkv.runtime.errors import (
+    check_finite_float,
+    check_instance,
+    check_no_grad,
+    check_window,
+)
+from narrowkv.runtime.launch import BoundLaunch, PreparedCall, active_target, executor, is_compiled
+from narrowkv.runtime.scales import check_scales
+from narrowkv.runtime.spans import meets, span_bytes
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class AppendOptions(TypedDict, total=False):
-    """Keywords that say where results go and what is checked.
-
-    Attributes:
-        out_dtype: bf16, fp16 or fp32, of a new output; default q's dtype, and bf16 for FP8 queries.
-        return_lse: also return the log-sum-exp.
-        lse: where to write the log-sum-exp, `[tokens, num_qo_heads]` fp32, last dimension contiguous. It is
-            returned only with `return_lse`.
-        validate: True looks at the values of all metadata first (cu_seqlens_q, lengths, page ids, descales,
-            positions, bounds of the plan), which waits for the device. None, the default, reads `q_descale`
-            and descale tensors per tensor, head or sequence in the first call that has them, and again if
-            they have changed in place; if lengths are on the CPU, the first call of some size refuses those
-            beyond the plan's maxima. False reads nothing.
-    """
-
-    out_dtype: torch.dtype | None
-    return_lse: bool
-    lse: torch.Tensor | None
-    validate: bool | None
+_LOG2E = math.log2(math.e)
+_NOTHING: dict[str, Any] = {}
+_INPUTS = ("q", "cu_seqlens_q", "sinks", "q_descale", "k_new", "v_new")
 
 
-class PrefillOptions(AppendOptions, total=False):
-    """`AppendOptions`, and whether the bits of a result may depend on the batch.
+@dataclass(frozen=True, eq=False, slots=True)
+class ServedClass:
+    """How sequences of one class are served.
 
     Attributes:
-        batch_invariant: a sequence's result has the same bits alone and in any batch; see `plan_prefill`.
+        launches: of the kernels.
+        sizes: values of a call that depend on its sizes alone, by name.
+        reading: how the kernels read the cache, a key of `BoundCache.readings`.
+        p_scale: what the output is still to be divided by.
+        block_n: keys of a tile that is copied out of the cache's pages, or 0.
+        needs: the memory that each call allocates; None if the plan has it.
     """
 
-    batch_invariant: bool
+    launches: PreparedCall
+    sizes: dict[str, int]
+    reading: str
+    p_scale: float
+    block_n: int
+    needs: Needs | None
 
 
-APPEND_OPTIONS = frozenset(AppendOptions.__annotations__)
-PREFILL_OPTIONS = APPEND_OPTIONS | {"batch_invariant"}
+@dataclass(frozen=True, eq=False, slots=True)
+class PreparedPrefill:
+    """What a plan prepared for calls whose tensors have the same metadata.
 
-
-def refuse_keywords(function: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raises for a keyword that an operation does not have.
-
-    Raises:
-        TypeError: as Python does.
+    Attributes:
+        classes: how each class of sequences is served; empty where there is nothing to launch, or
+            `paged_decode` serves the call.
+        decodes: whether that is so.
+        scale: of the logits, with a descale of the query that is a number; logit_scale: the same in base 2,
+            or natural for a soft cap.
+        shift_scale: of the queries' products with the offset that keys lost, or None if nothing sees them.
+        soft_cap: the cap of logits, or 0; window_left: how many earlier keys a row sees, or -1.
+        q_as_bytes: an FP8 query goes to a matrix unit of another format.
+        has_options: whether kernels take a log-sum-exp, sinks, a descale of the query or shifts of logits.
+        starts_as_is: whether `cu_seqlens_q` goes to kernels as it is, else as a contiguous copy.
+        out_dtype: of a new output.
+        input_bytes: bytes that each of `_INPUTS` spans; out_bytes, lse_bytes: the same of results.
     """
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+    classes: tuple[ServedClass, ...]
+    decodes: bool
+    scale: float
+    logit_scale: float
+    shift_scale: float | None
+    soft_cap: float
+    window_left: int
+    q_as_bytes: bool
+    has_options: bool
+    starts_as_is: bool
+    out_dtype: torch.dtype
+    input_bytes: tuple[int, ...]
+    out_bytes: int
+    lse_bytes: int
 
 
-class PrefillPlan(PlanBase):
-    """A prepared prefill: what does not depend on the values of lengths and page ids; see `PlanBase`."""
+class _Checked(NamedTuple):
+    """A call after the checks.
+
+    Attributes:
+        shape: its sizes.
+        scale, soft_cap, out_dtype: as `PreparedPrefill` has them.
+        kind: the values that kernels depend on.
+    """
+
+    shape: PrefillShape
+    scale: float
+    soft_cap: float
+    out_dtype: torch.dtype
+    kind: Kind
+
+    @property
+    def logit_scale(self) -> float:
+        """See `PreparedPrefill`."""
+        return self.scale * (1.0 if self.soft_cap > 0 else _LOG2E)
+
+
+class PrefillPlan(PrefillSettings):
+    """All of a prefill that does not depend on the values of lengths and page ids; see `PrefillSettings`."""
 
     def kernels(
         self,
@@ -95,20 +154,16 @@ class PrefillPlan(PlanBase):
             >>> for launch in plan.kernels(cache):          # doctest: +SKIP
             ...     print(launch.kernel, launch.constexprs, launch.options)
         """
-        bound = self.bind(cache)
-        kind = Kind(
-            ragged, logits_soft_cap > 0, sinks, return_lse, False, window_left, window_right,
-            bound.has_offset and (logits_soft_cap > 0 or sinks or return_lse), True,
-            storing_constants(cache, self.exponent, rope) if self.exponent is not None else None,
-            self.target.is_amd and is_compiled(cache.k), cache.negative_zero_free,
+        bound = self.bound_cache(cache)
+        kind = self._kind(
+            bound, cache, rope, ragged=ragged, soft_cap=logits_soft_cap > 0, sinks=sinks, lse=return_lse,
+            q_descale=False, window_left=window_left, window_right=window_right, positive=True,
         )  # fmt: skip
         found: dict[int, BoundLaunch] = {}
         for config, shape in self.configs_of_calls():
             if config.kernel != "decode":
                 for route in make_routes(self, shape, config, cache, bound, kind):
-                    for launch in (route.fill, route.attend):
-                        if launch is not None:
-                            found[id(launch)] = launch
+                    found |= {id(launch): launch for launch in route.kernels}
         return tuple(found.values())
 
     def run(
@@ -117,33 +172,275 @@ class PrefillPlan(PlanBase):
         cache: PagedKVCache,
         page_table: PageTable,
         cu_seqlens_q: torch.Tensor,
-        *,
-        causal: bool = True,
-        sm_scale: float | None = None,
-        q_descale: float | torch.Tensor = 1.0,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-        window_right: int = -1,
-        sinks: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        **options: Unpack[PrefillOptions],
+        **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`batch_prefill` by this plan: the same arguments and results.
 
         The first call with some dtypes, strides and options checks them, and the first one of some size
         prepares its launches; later calls with the same ones only launch.
         """
-        get = options.get
-        if not PREFILL_OPTIONS.issuperset(options):
-            refuse_keywords("batch_prefill", options, PREFILL_OPTIONS)
-        if get("batch_invariant") and not self.batch_invariant:
-            raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
-        given = (
-            q, None, None, cache, page_table, cu_seqlens_q, None, causal, sm_scale, q_descale,
-            logits_soft_cap, window_left, window_right, sinks, out, get("out_dtype"),
-            get("return_lse", False), get("lse"), get("validate"),
+        check_keywords("batch_prefill", options)
+        return self.call(Arguments(q, cache, page_table, cu_seqlens_q, **options))
+
+    def call(self, given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """A call by this plan; see `run`."""
+        q, cache, starts, k_new, v_new = given.q, given.cache, given.cu_seqlens_q, given.k_new, given.v_new
+        rope, q_descale, sinks, out, lse = given.rope, given.q_descale, given.sinks, given.out, given.lse
+        bound, table = self._caches.get(id(cache)), BOUND_TABLES.get(id(given.page_table))
+        turn = None if rope is None else BOUND_ROPES.get(id(rope))
+        if bound is None or table is None or (rope is not None and turn is None):
+            bound, table, turn = self._bind_arguments(given)
+        running = executor()
+        try:
+            signature = (
+                bound.number, table.number, table.batch, table.max_pages if self.scratch_fits is None else 0,
+                None if running is None else (running.target.name, type(running)), torch.is_grad_enabled(),
+                type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+                starts.shape, starts.stride(), starts.dtype, starts.device,
+                given[PLAIN_VALUES],
+                q_descale if type(q_descale) is float else metadata_of(q_descale),
+                None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
+                None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device, lse.requires_grad),
+                None
+                if sinks is None
+                else (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, sinks.requires_grad),
+                None if turn is None else (turn.kind, turn.tokens),
+                None
+                if k_new is None or v_new is None
+                else (
+                    k_new.shape, k_new.stride(), k_new.dtype, k_new.device, k_new.requires_grad,
+                    v_new.shape, v_new.stride(), v_new.dtype, v_new.device, v_new.requires_grad,
+                ),
+            )  # fmt: skip
+            call: PreparedPrefill | None = self.calls.get(signature)
+        except (AttributeError, TypeError):
+            self._check_classes(given)
+            raise
+        if call is None or given.validate:
+            call = self._checked_call(bound, table, turn, signature, given)
+        if bound.scales or type(q_descale) is not float:
+            check_scales({**bound.scales, "q_descale": q_descale}, given.validate)
+        if out is not None or lse is not None or k_new is not None:
+            if _may_overlap(call, bound, table, turn, given):
+                refuse_overlap(given)
+        o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
+        if lse is None and given.return_lse:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        if call.classes:
+            rows, shift = q.view(torch.uint8) if call.q_as_bytes else q, None
+            if bound.transform is not None:
+                rows, shift = transform_queries(
+                    q, bound.transform, cache.num_kv_heads, call.shift_scale, rope
+                )
+            begins = starts if call.starts_as_is else starts.contiguous()
+            rotated = _NOTHING if turn is None else turn.arguments
+            optional = _NOTHING
+            if call.has_options:
+                optional = {"lse": lse, "sinks": sinks, "q_descale": q_descale, "shift": shift}
+            for served in call.classes:
+                reading, own = bound.readings[served.reading], _NOTHING
+                if k_new is not None:
+                    own = {"k_new": k_new, "v_new": v_new, "given_q": q, "k_scale": reading.k_scale}
+                if served.block_n:
+                    own = {**own, "page_desc": matrix_of(bound, cache, served.block_n).descriptor}
+                if served.needs is not None:
+                    own = {**own, **allocate(served.needs, self.device)}
+                served.launches.run(
+                    q=rows, out=o, starts=begins, ids=table.ids, row=table.row, lens=table.lens,
+                    num_ids=table.num_ids, max_pages=table.max_pages if bound.num_pages else 0,
+                    qk_scale=call.logit_scale * reading.k_scale, out_scale=reading.v_scale / served.p_scale,
+                    **served.sizes, **reading.arguments, **bound.new_arguments, **rotated, **optional, **own,
+                )  # fmt: skip
+        elif call.decodes:
+            decode = self.decode or decode_plan_for_call(q, cache, given.page_table, False)
+            decode.run(
+                q, cache, given.page_table, sm_scale=call.scale,
+                q_descale=q_descale if isinstance(q_descale, torch.Tensor) else 1.0, out=o,
+                logits_soft_cap=call.soft_cap, window_left=call.window_left, sinks=sinks, lse=lse,
+                validate=False,
+            )  # fmt: skip
+        return (o, lse) if given.return_lse and lse is not None else o
+
+    def _bind_arguments(self, given: Arguments) -> tuple[BoundCache, BoundTable, BoundRope | None]:
+        """Cache, page table and rotary embedding as kernel arguments."""
+        self._check_classes(given)
+        bound = self.bound_cache(given.cache)
+        table = BOUND_TABLES.get(id(given.page_table)) or bind_table(given.page_table)
+        if given.rope is None:
+            return bound, table, None
+        return bound, table, BOUND_ROPES.get(id(given.rope)) or bind_rope(given.rope)
+
+    def _check_classes(self, given: Arguments) -> None:
+        new: dict[str, object] = {"k_new": given.k_new, "v_new": given.v_new} if self.appends else {}
+        check_classes(
+            given.q, given.cache, given.page_table, given.cu_seqlens_q, given.rope, new, out=given.out,
+            lse=given.lse, sinks=given.sinks,
         )  # fmt: skip
-        return run(self, given)
+
+    def _checked_call(
+        self, bound: BoundCache, table: BoundTable, turn: BoundRope | None, signature: Any, given: Arguments
+    ) -> PreparedPrefill:
+        """Checks a call that is new, or whose values are to be looked at, and prepares it if it is new.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what came.
+        """
+        checked = self._check(bound, given)
+        call: PreparedPrefill | None = self.calls.get(signature)
+        if call is None:
+            call = self.calls.keep(signature, self._prepare(bound, table, turn, given, checked))
+        if given.validate is None and self.scratch_fits is not None and self.device.type == "cpu":
+            most = replace(self.shape, num_tokens=len(given.q))
+            check_bounds(most, given.page_table, given.cu_seqlens_q)
+        return call
+
+    def _check(self, bound: BoundCache, given: Arguments) -> _Checked:
+        """Checks everything but the plan's maxima."""
+        if given.batch_invariant and not self.batch_invariant:
+            raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
+        q, cache, table, starts = given.q, given.cache, given.page_table, given.cu_seqlens_q
+        shape = (append_shape if self.appends else prefill_shape)(q, cache, table, starts)
+        check_chunk(given, validate=given.validate)
+        made = (self.shape.num_qo_heads, self.shape.head_dim, self.q_dtype, self.target.name)
+        called = (shape.num_qo_heads, shape.head_dim, shape.q_dtype, active_target(q.device).name)
+        if made != called:
+            raise ValueError(
+                f"plan must be made for (num_qo_heads, head_dim, q's dtype, target) {called}, got a plan for "
+                f"{made}: call {self.maker} again"
+            )
+        scale = (
+            q.shape[2] ** -0.5 if given.sm_scale is None else check_finite_float("sm_scale", given.sm_scale)
+        )
+        soft_cap = check_soft_cap(given.logits_soft_cap)
+        window_left = check_window("window_left", given.window_left)
+        if given.causal and given.window_right > 0:
+            raise ValueError(f"window_right must be -1 or 0 with causal=True, got {given.window_right}")
+        window_right = 0 if given.causal else check_window("window_right", given.window_right)
+        check_sinks(q, given.sinks)
+        check_transform(cache.key_transform, q)
+        if not self.appends:
+            scale = fold_q_descale(q, given.q_descale, scale)
+        check_no_grad(q=q, k=cache.k, v=cache.v, sinks=given.sinks)
+        if given.validate:
+            most = shape
+            if self.scratch_fits is not None:
+                bounds = {
+                    name: getattr(self.shape, name) for name in ("max_q_len", "max_seq_len", "kv_tokens")
+                }
+                most = replace(shape, **bounds)
+            check_values(most, cache, table, starts)
+        kind = self._kind(
+            bound, cache, given.rope, ragged=table.kind == "ragged", soft_cap=soft_cap > 0,
+            sinks=given.sinks is not None, lse=given.return_lse or given.lse is not None,
+            q_descale=isinstance(given.q_descale, torch.Tensor), window_left=window_left,
+            window_right=window_right, positive=scale > 0,
+        )  # fmt: skip
+        return _Checked(shape, scale, soft_cap, check_outputs(given), kind)
+
+    def _kind(
+        self, bound: BoundCache, cache: PagedKVCache, rope: Rope | None, *, soft_cap: bool, sinks: bool,
+        lse: bool, **options: Any,
+    ) -> Kind:  # fmt: skip
+        """The values that the kernels of a call depend on."""
+        return Kind(
+            soft_cap=soft_cap,
+            sinks=sinks,
+            lse=lse,
+            shifts=bound.has_offset and (soft_cap or sinks or lse),
+            storing=None if self.exponent is None else storing_constants(cache, self.exponent, rope),
+            settle=self.target.is_amd and is_compiled(cache.k),
+            clean=cache.negative_zero_free,
+            **options,
+        )
+
+    def _bounded(self, shape: PrefillShape) -> PrefillShape:
+        """The call's shape with the plan's bounds, if it has any."""
+        if self.scratch_fits is None:
+            return shape
+        most = self.shape
+        if shape.batch > most.batch or shape.num_tokens > most.num_tokens:
+            raise ValueError(
+                f"plan must be made for {shape.num_tokens} query tokens of {shape.batch} sequences or more, "
+                f"got a plan for {most.num_tokens} of {most.batch}: call {self.maker} again"
+            )
+        return self.shape_of_call(shape.batch, shape.num_tokens)
+
+    def _prepare(
+        self, bound: BoundCache, table: BoundTable, turn: BoundRope | None, given: Arguments,
+        checked: _Checked,
+    ) -> PreparedPrefill:  # fmt: skip
+        """The launches of a checked call."""
+        kind, shape = checked.kind, self._bounded(checked.shape)
+        config = self.config_for(shape)
+        decodes = config.kernel == "decode"
+        classes = []
+        if shape.num_tokens and not decodes:
+            for route in make_routes(self, shape, config, given.cache, bound, kind):
+                needs = route.memory if isinstance(route.memory, Needs) else None
+                classes.append(
+                    ServedClass(
+                        self._launches(route, bound, table, turn, given, checked),
+                        route.sizes if needs is None else route.sizes | needs.arguments,
+                        route.config.reading,
+                        route.p_scale,
+                        route.config.block_n if route.in_pages else 0,
+                        needs,
+                    )
+                )
+        tensors = [getattr(given, name) for name in (*_INPUTS, "out", "lse")]
+        *inputs, out_bytes, lse_bytes = (
+            span_bytes(x) if isinstance(x, torch.Tensor) and shape.num_tokens else 0 for x in tensors
+        )
+        return PreparedPrefill(
+            classes=tuple(classes),
+            decodes=decodes and shape.num_tokens > 0,
+            scale=checked.scale,
+            logit_scale=checked.logit_scale,
+            shift_scale=checked.scale if kind.shifts else None,
+            soft_cap=checked.soft_cap,
+            window_left=kind.window_left,
+            q_as_bytes=not self.appends and self.config.fp8 not in (None, self.k_format),
+            has_options=kind.has_options,
+            starts_as_is=given.cu_seqlens_q.is_contiguous(),
+            out_dtype=checked.out_dtype,
+            input_bytes=tuple(inputs),
+            out_bytes=out_bytes,
+            lse_bytes=lse_bytes,
+        )
+
+    def _launches(
+        self, route: Route, bound: BoundCache, table: BoundTable, turn: BoundRope | None, given: Arguments,
+        checked: _Checked,
+    ) -> PreparedCall:  # fmt: skip
+        """The launches of calls like this one by this route, whatever their sizes."""
+        memory, config, kind = route.memory, route.config, checked.kind
+        tensors = (given.q, given.out, given.lse, given.cu_seqlens_q, given.sinks, given.k_new, given.v_new)
+        key = (
+            bound.number, table.number, None if turn is None else turn.kind, kind, checked.scale,
+            checked.soft_cap, checked.out_dtype, metadata_of(given.q_descale), not table.max_pages,
+            *(None if x is None else (type(x), x.dtype, x.stride(), x.device) for x in tensors),
+            id(route.fill), id(route.attend), route.in_pages, config.block_m, config.block_n,
+            memory.names if isinstance(memory, Needs) else id(memory),
+        )  # fmt: skip
+        found = self._layouts.get(key)
+        if found is not None:
+            return found
+        names = [
+            "q", "out", "starts", "ids", "row", "lens", "num_ids", "max_pages", "qk_scale", "out_scale",
+            *route.sizes, *bound.readings[config.reading].arguments,
+        ]  # fmt: skip
+        if kind.has_options:
+            names += ["lse", "sinks", "q_descale", "shift"]
+        if self.appends:
+            names += ["k_new", "v_new", "given_q", "k_scale", *bound.new_arguments]
+        if turn is not None:
+            names += turn.arguments
+        if route.in_pages:
+            names.append("page_desc")
+        if isinstance(memory, Needs):
+            names += ["block", "counters", *memory.arguments]
+        steps = launches_of(route, given, kind, bound, table, checked.logit_scale, checked.soft_cap)
+        return self._layouts.keep(key, PreparedCall(names, steps))
 
 
 class AppendPlan(PrefillPlan):
@@ -157,25 +454,50 @@ class AppendPlan(PrefillPlan):
         cache: PagedKVCache,
         page_table: PageTable,
         cu_seqlens_q: torch.Tensor,
-        *,
-        rope: Rope | None = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-        sinks: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        **options: Unpack[AppendOptions],
+        **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`prefill_append` by this plan: the same arguments and results; see `PrefillPlan.run`."""
-        if not APPEND_OPTIONS.issuperset(options):
-            refuse_keywords("prefill_append", options, APPEND_OPTIONS)
-        get = options.get
-        given = (
-            q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, True, sm_scale, 1.0,
-            logits_soft_cap, window_left, -1, sinks, out, get("out_dtype"), get("return_lse", False),
-            get("lse"), get("validate"),
-        )  # fmt: skip
-        return run(self, given)
+        check_keywords("prefill_append", options)
+        return self.call(Arguments(q, cache, page_table, cu_seqlens_q, k_new, v_new, **options))
+
+
+def _may_overlap(
+    call: PreparedPrefill, bound: BoundCache, table: BoundTable, turn: BoundRope | None, given: Arguments
+) -> bool:
+    """Whether what a call writes may share memory with what it reads; the checks say which."""
+    k_new, v_new, sinks, q_descale = given.k_new, given.v_new, given.sinks, given.q_descale
+    q_bytes, starts_bytes, sinks_bytes, descale_bytes, k_bytes, v_bytes = call.input_bytes
+    begin, first = given.q.data_ptr(), given.cu_seqlens_q.data_ptr()
+    spans = [*table.spans, (begin, begin + q_bytes), (first, first + starts_bytes)]
+    if sinks is not None:
+        begin = sinks.data_ptr()
+        spans.append((begin, begin + sinks_bytes))
+    if descale_bytes:
+        begin = q_descale.data_ptr()  # type: ignore[union-attr]
+        spans.append((begin, begin + descale_bytes))
+    if k_new is not None and v_new is not None:
+        begin, first = k_new.data_ptr(), v_new.data_ptr()
+        spans += ((begin, begin + k_bytes), (first, first + v_bytes))
+        if turn is not None:
+            spans += turn.spans
+        low, high = bound.hull
+        for begin, end in spans:
+            if begin < high and low < end:
+                for first, last in bound.written:
+                    if begin < last and first < end:
+                        return True
+    out, lse = given.out, given.lse
+    if out is None and lse is None:
+        return False
+    spans += bound.spans
+    if out is not None and call.out_bytes:
+        begin = out.data_ptr()
+        end = begin + call.out_bytes
+        for first, last in spans:
+            if begin < last and first < end:
+                return True
+        spans.append((begin, end))
+    return lse is not None and meets(lse.data_ptr(), call.lse_bytes, spans)
 
 
 def check_plan(plan: object, kind: type[PrefillPlan], maker: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from narrowkv.attn_prefill.checks import (
 )
 from narrowkv.attn_prefill.memory import key_type
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
-from narrowkv.attn_prefill.plan_base import SCRATCH_LIMIT_BYTES
+from narrowkv.attn_prefill.settings import SCRATCH_LIMIT_BYTES
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.descales import check_exponent
@@ -28,6 +28,7 @@ from narrowkv.paged_cache.storing import store_of
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import Workspace, active_target, is_compiled
 from narrowkv.runtime.launch.path import executor
+from narrowkv.runtime.operation import Bounded
 from narrowkv.runtime.targets import Target
 
 _P = TypeVar("_P", bound="PrefillPlan")
@@ -202,10 +203,10 @@ def _plan(
         store_of(cache)
     target = active_target(cache.k.device)
     plan = kind(
-        target, shape, shape.q_dtype, cache.format.k, cache.format.v, cache.k_granularity,
-        cache.v_granularity, PrefillConfig("", ""), cache.k.device,
-        can_pipeline(target, shape.q_dtype, cache), exponent=exponent, kernel=kernel, num_splits=num_splits,
-        batch_invariant=batch_invariant, fp8_compute=fp8_compute,
+        target=target, device=cache.k.device, shape=shape, k_format=cache.format.k, v_format=cache.format.v,
+        k_granularity=cache.k_granularity, v_granularity=cache.v_granularity, config=PrefillConfig("", ""),
+        pipelines=can_pipeline(target, shape.q_dtype, cache), exponent=exponent, kernel=kernel,
+        num_splits=num_splits, batch_invariant=batch_invariant, fp8_compute=fp8_compute,
     )  # fmt: skip
     if limit is not None:
         plan = replace(plan, scratch_fits=plan.scratch_bytes(shape) <= limit)
@@ -220,8 +221,7 @@ def _decode_plan(shape: PrefillShape, cache: PagedKVCache) -> DecodePlan:
     return plan_decode(decode, cache.format, device=cache.k.device, **fp4_scales(cache))
 
 
-_plans: dict[Any, PrefillPlan] = {}
-_MAX_PLANS = 64
+_plans: Bounded[PrefillPlan] = Bounded(64)
 
 
 def plan_for_call(
@@ -249,7 +249,5 @@ def plan_for_call(
         else:
             shape = append_shape(q, cache, page_table, cu_seqlens_q)
             plan = _plan(AppendPlan, shape, cache, exponent="mse", fp8_compute=flag)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        _plans.keep(key, plan)
     return cast(_P, plan)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from narrowkv.attn_prefill.arguments import check_keywords
 from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append_reference, apply_rope_reference
 from narrowkv.quant import lse_correction
@@ -31,6 +32,7 @@ def batch_prefill_reference(
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`batch_prefill` in float32, sequence by sequence; same arguments; reads lengths on the host."""
+    check_keywords("batch_prefill", options)
     scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
     shift = None
     if (transform := cache.key_transform) is not None:
@@ -83,6 +85,7 @@ def prefill_append_reference(
 
     It computes as without `fp8_compute`.
     """
+    check_keywords("prefill_append", options)
     scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
     turned_q, turned_k = q, k_new
     if rope is not None:

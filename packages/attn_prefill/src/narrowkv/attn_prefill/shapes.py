@@ -115,7 +115,7 @@ class PrefillConfig:
 
     @property
     def reading(self) -> str:
-        """How its kernels read the cache: an attribute of `BoundCache`."""
+        """How its kernels read the cache: a key of `BoundCache.readings`."""
         if self.kernel not in IN_PAGES:
             return "to_scratch"
         return "in_large_tiles" if self.as_decode and self.block_m >= 64 else "in_loop"

@@ -7,17 +7,19 @@ from typing import Any
 import torch
 
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
+from narrowkv.attn_prefill.arguments import check_keywords
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_options, cache_tensors
 from narrowkv.runtime.launch.tracing import (
     OPTIONS_SCHEMA,
     as_bytes,
+    call_attention,
     plan_of,
+    register_attention,
     spell,
     spelled,
     traces,
-    wide_dtype,
 )
 
 _TABLE = "Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens"
@@ -30,7 +32,6 @@ _APPEND = (
     f"Tensor q, Tensor k_new, Tensor v_new, {_WRITTEN}, Tensor page_ids, Tensor seq_lens, "
     "Tensor cu_seqlens_q, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? sinks, " + OPTIONS_SCHEMA
 )
-_MUTATED = ("k", "v", "k_descale", "v_descale")
 
 
 def _prefill(
@@ -74,80 +75,10 @@ def _append(
     )
 
 
-def _results(q: torch.Tensor, options: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """New tensors of the results' shapes."""
-    given = spelled(*options)
-    dtype = given["out_dtype"] or wide_dtype(q)
-    return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "narrowkv::batch_prefill", mutates_args=(), schema=f"({_PREFILL}) -> (Tensor, Tensor)"
+register_attention("batch_prefill", _PREFILL, _prefill)
+register_attention(
+    "prefill_append", _APPEND, _append, written=("k", "v", "k_descale", "v_descale"), aliases="ef"
 )
-def _prefill_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    o, lse = _prefill(*args, return_lse=True)
-    return o, lse
-
-
-@_prefill_op.register_fake
-def _prefill_fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _results(q, rest[-3:])
-
-
-@torch.library.custom_op(
-    "narrowkv::batch_prefill_out",
-    mutates_args=("out", "lse"),
-    schema=f"({_PREFILL}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
-)
-def _prefill_out_op(*args: Any) -> None:
-    *inputs, out, lse = args
-    _prefill(*inputs, out=out, lse=lse)
-
-
-@torch.library.custom_op(
-    "narrowkv::prefill_append", mutates_args=_MUTATED, schema=f"({_APPEND}) -> (Tensor, Tensor)"
-)
-def _append_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    o, lse = _append(*args, return_lse=True)
-    return o, lse
-
-
-@_append_op.register_fake
-def _append_fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _results(q, rest[-3:])
-
-
-@torch.library.custom_op(
-    "narrowkv::prefill_append_out",
-    mutates_args=(*_MUTATED, "out", "lse"),
-    schema=f"({_APPEND}, Tensor(e!) out, Tensor(f!)? lse) -> ()",
-)
-def _append_out_op(*args: Any) -> None:
-    *inputs, out, lse = args
-    _append(*inputs, out=out, lse=lse)
-
-
-@_prefill_out_op.register_fake
-@_append_out_op.register_fake
-def _out_fake(*args: object) -> None:
-    """Writes into its arguments, and returns nothing."""
-
-
-def _call(
-    functional: Any, with_outputs: Any, q: torch.Tensor, inputs: tuple[Any, ...], out: torch.Tensor | None,
-    lse: torch.Tensor | None, return_lse: bool, out_dtype: torch.dtype | None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Calls the operator that makes its results, or the one that writes where the caller says."""
-    if out is None and lse is None:
-        o, sums = functional(*inputs)
-    else:
-        dtype = out_dtype or wide_dtype(q)
-        o = q.new_empty(q.shape, dtype=dtype) if out is None else out
-        if lse is None and return_lse:
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        sums = lse
-        with_outputs(*inputs, o, lse)
-    return (o, sums) if return_lse else o
 
 
 @traces("batch_prefill")
@@ -170,6 +101,7 @@ def traced_prefill(
 
     A plan is passed by its handle: it must be alive where the traced call runs.
     """
+    check_keywords("batch_prefill", options)
     on_device = q_descale if isinstance(q_descale, torch.Tensor) else None
     spec = spell(
         kind=page_table.kind, page_size=page_table.page_size, before_append=page_table.before_append,
@@ -182,7 +114,10 @@ def traced_prefill(
         page_table.kv_last_page_len, page_table.seq_lens, cu_seqlens_q, on_device, sinks, *spec,
     )  # fmt: skip
     ops = torch.ops.narrowkv
-    return _call(ops.batch_prefill, ops.batch_prefill_out, q, inputs, out, lse, return_lse, out_dtype)
+    return call_attention(
+        ops.batch_prefill, ops.batch_prefill_out, q, inputs, out=out, lse=lse, return_lse=return_lse,
+        out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 @traces("prefill_append")
@@ -204,6 +139,7 @@ def traced_append(
     **options: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`prefill_append` through its operators; see `traced_prefill`."""
+    check_keywords("prefill_append", (name for name in options if name != "fp8_compute"))
     cos, sin, positions = (None, None, None) if rope is None else (rope.cos, rope.sin, rope.positions)
     spec = spell(
         kind=page_table.kind, page_size=page_table.page_size, before_append=page_table.before_append,
@@ -215,4 +151,7 @@ def traced_append(
         sin, positions, sinks, *spec,
     )  # fmt: skip
     ops = torch.ops.narrowkv
-    return _call(ops.prefill_append, ops.prefill_append_out, q, inputs, out, lse, return_lse, out_dtype)
+    return call_attention(
+        ops.prefill_append, ops.prefill_append_out, q, inputs, out=out, lse=lse, return_lse=return_lse,
+        out_dtype=out_dtype,
+    )  # fmt: skip

@@ -4,7 +4,6 @@ import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Tri
 from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.cache_key import cache_variables
 from narrowkv.runtime.launch.compiles import Compiles, count_compiles
-from narrowkv.runtime.launch.fixed import VARIES, FixedLaunch, Varies
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import (
     Executor,
@@ -25,6 +24,7 @@ from narrowkv.runtime.launch.prepared import (
     Part,
     PreparedCall,
     launch_by_name,
+    launch_of,
     named,
     named_values,
 )
@@ -33,14 +33,12 @@ from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, warmu
 from narrowkv.runtime.launch.workspace import Workspace, block_bytes
 
 __all__ = [
-    "VARIES",
     "Arg",
     "BoundLaunch",
     "Clear",
     "Compiles",
     "Described",
     "Executor",
-    "FixedLaunch",
     "InterpretExecutor",
     "KernelLaunch",
     "KernelSpec",
@@ -49,7 +47,6 @@ __all__ = [
     "PreparedCall",
     "RecordExecutor",
     "TensorSpec",
-    "Varies",
     "Warmup",
     "Workspace",
     "active_target",
@@ -62,6 +59,7 @@ __all__ = [
     "is_compiled",
     "launch",
     "launch_by_name",
+    "launch_of",
     "named",
     "named_values",
     "recording",

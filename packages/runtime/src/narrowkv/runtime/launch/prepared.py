@@ -150,6 +150,13 @@ def launch_by_name(bound: BoundLaunch, grid: tuple[Any, ...], **arguments: Any) 
     return KernelLaunch(bound, (x, y, z), tuple(arguments[name] for name in names))
 
 
+def launch_of(bound: BoundLaunch, grid: tuple[Any, ...], arguments: Mapping[str, Any]) -> KernelLaunch:
+    """`launch_by_name`, with the kernel's arguments taken from a dictionary that several kernels share."""
+    return launch_by_name(
+        bound, grid, **{name: arguments[name] for name in bound.kernel.arg_names if name in arguments}
+    )
+
+
 class PreparedCall:
     """The launches of a call, as a function of the values that each call gives.
 
@@ -341,7 +348,7 @@ class _Writer:
         """The expression of a value, or of a tuple of values, as kernels are launched with."""
         if isinstance(value, tuple):
             parts = "".join(f"{self.filled(part)}, " for part in value)
-            return f"_new({self.constant(type(value))}, ({parts}))"
+            return f"({parts})" if type(value) is tuple else f"_new({self.constant(type(value))}, ({parts}))"
         if isinstance(value, Described):
             return f"{self.constant(value.make)}({self.tensor(value.part)}, {self.number(value.size)})"
         return self.tensor(value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -81,6 +81,63 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def wide_dtype(q: torch.Tensor) -> torch.dtype:
     """The dtype of a new output: a query's own, or bf16 for FP8 queries, also where they are bytes."""
     return q.dtype if q.dtype.itemsize == 2 else torch.bfloat16
+
+
+def register_attention(
+    name: str, schema: str, call: Callable[..., Any], *, written: Sequence[str] = (), aliases: str = "ab"
+) -> None:
+    """Registers the operators of an operation whose results are `o` like its query and `lse` like its rows.
+
+    `torch.ops.narrowkv.<name>` returns both; `<name>_out` writes into `out` and, unless it is None, `lse`.
+
+    Args:
+        name: of the operation.
+        schema: of the inputs: the query first, `OPTIONS_SCHEMA` last, with `out_dtype` among the options.
+        call: the operation, with the operator's inputs and the keywords `out`, `lse` and `return_lse`.
+        written: inputs that the operation writes to.
+        aliases: letters for `out` and `lse` that the schema does not have.
+    """
+
+    @torch.library.custom_op(
+        f"narrowkv::{name}", mutates_args=written, schema=f"({schema}) -> (Tensor, Tensor)"
+    )
+    def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = call(*args, return_lse=True)
+        return o, lse
+
+    @run.register_fake
+    def fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = spelled(*rest[-3:])["out_dtype"] or wide_dtype(q)
+        return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+    @torch.library.custom_op(
+        f"narrowkv::{name}_out",
+        mutates_args=(*written, "out", "lse"),
+        schema=f"({schema}, Tensor({aliases[0]}!) out, Tensor({aliases[1]}!)? lse) -> ()",
+    )
+    def run_out(*args: Any) -> None:
+        *inputs, out, lse = args
+        call(*inputs, out=out, lse=lse, return_lse=lse is not None)
+
+    @run_out.register_fake
+    def fake_out(*args: object) -> None:
+        """Writes into its arguments, and returns nothing."""
+
+
+def call_attention(
+    functional: Any, with_outputs: Any, q: torch.Tensor, inputs: tuple[Any, ...], *, out: torch.Tensor | None,
+    lse: torch.Tensor | None, return_lse: bool, out_dtype: torch.dtype | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Calls one of the operators of `register_attention`: the first, unless results are given."""
+    if out is None and lse is None:
+        o, sums = functional(*inputs)
+    else:
+        o = q.new_empty(q.shape, dtype=out_dtype or wide_dtype(q)) if out is None else out
+        if lse is None and return_lse:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        sums = lse
+        with_outputs(*inputs, o, lse)
+    return (o, sums) if return_lse else o
 
 
 _plans: WeakValueDictionary[str, Any] = WeakValueDictionary()

@@ -1,9 +1,10 @@
-"""The base of prefill plans: shapes, configurations and memory."""
+"""What a plan of prefill is made for: shapes, configurations, memory, and its cache as kernel arguments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -18,54 +19,49 @@ from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError, check_instance
 from narrowkv.runtime.identity import ByIdentity
-from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace, block_bytes
-from narrowkv.runtime.launch.tracing import handle_of
-from narrowkv.runtime.targets import Target
+from narrowkv.runtime.launch import PreparedCall, Workspace, block_bytes
+from narrowkv.runtime.operation import Bounded, Plan
 
-_P = TypeVar("_P", bound="PlanBase")
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 SCRATCH_LIMIT_BYTES = 4 * 2**30
 _LARGEST_BLOCK = 128  # keys of a block of scratch
-_MAX_KEPT = 4096  # configurations
 
 
-@dataclass(frozen=True, eq=False)
-class PlanBase:
-    """The part of a prefill plan that needs no tensors: configurations and memory.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrefillSettings(Plan):
+    """The part of a prefill plan that its launches are made from: configurations and memory.
 
     A plan serves every layer of a model, and all calls up to its maxima. Its calls write to one workspace, so
-    they must not run at the same time as each other or as those of another plan with that workspace. Two
-    plans are equal only if they are the same object.
+    they must not run at the same time as each other or as those of another plan with that workspace.
 
     Attributes:
-        target: what the configuration was chosen for.
         shape: the shapes that it serves; `batch`, `num_tokens`, `max_q_len`, `max_seq_len` and `kv_tokens`
             are maxima.
-        q_dtype: of the query; k_format, v_format: of the cache.
+        k_format, v_format: of the cache.
         k_granularity, v_granularity: of the descales.
         config: the kernel, its tiles and splits in the largest call.
-        device: where the memory is.
         pipelines: whether `kernels/pipelined.py` takes the formats and runs here.
-        workspace: scratch, partial results and counters; None if each call allocates its own.
         decode: the plan of `paged_decode` where every sequence has one query token, else None.
         exponent: of `plan_append`: how FP4 scales of appended tokens are chosen; None for a plan that does
             not append.
         kernel, num_splits, batch_invariant, fp8_compute: see `plan_prefill` and `plan_append`.
         scratch_fits: whether widened keys of the largest call fit the allowed memory; None for a plan that
             unplanned calls share, which has no maxima and decides in each call.
-        handle: the name by which operators of `torch.ops.narrowkv` find the plan in this process.
+
+    The other attributes are those of `narrowkv.runtime.operation.Plan`; the workspace holds scratch, partial
+    results and counters.
     """
 
-    target: Target
+    most_calls: ClassVar[int] = 4096
     shape: PrefillShape
-    q_dtype: torch.dtype
     k_format: str
     v_format: str
     k_granularity: str
     v_granularity: str
     config: PrefillConfig
-    device: torch.device
     pipelines: bool
-    workspace: Workspace | None = field(repr=False, default=None)
     decode: DecodePlan | None = field(repr=False, default=None)
     exponent: str | None = None
     kernel: str | None = None
@@ -73,23 +69,17 @@ class PlanBase:
     batch_invariant: bool = False
     fp8_compute: bool = False
     scratch_fits: bool | None = None
-    handle: str = field(init=False, repr=False)
-    _configs: dict[Any, PrefillConfig] = field(init=False, repr=False, default_factory=dict)
-    _launches: dict[Any, BoundLaunch] = field(init=False, repr=False, default_factory=dict)
+    _configs: Bounded[PrefillConfig] = field(init=False, repr=False, default_factory=partial(Bounded, 4096))
     _memories: dict[PrefillConfig, Memory] = field(init=False, repr=False, default_factory=dict)
-    _calls: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
-    _fixed: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
+    # Launches of calls with the same metadata, whatever their sizes.
+    _layouts: Bounded[PreparedCall] = field(init=False, repr=False, default_factory=partial(Bounded, 4096))
     _caches: ByIdentity[BoundCache] = field(init=False, repr=False, default_factory=ByIdentity)
 
-    def __post_init__(self) -> None:
-        """Makes the plan known to operators."""
-        object.__setattr__(self, "handle", handle_of(self))
-
-    def __deepcopy__(self: _P, memo: dict[int, Any]) -> _P:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A plan for the same calls, with its own memory."""
         if self.workspace is None:
             return replace(self)
-        return replace(self).with_workspace(Workspace(self.workspace.num_bytes, self.device))
+        return self.with_workspace(Workspace(self.workspace.num_bytes, self.device))
 
     def explain(self) -> str:
         """Why this configuration: for people, a line for each class of sequences and its alternatives."""
@@ -103,6 +93,11 @@ class PlanBase:
             f"{explain_class(self.target, self.shape, formats, part, widened)}"
             for part in (*self.config.few, self.config)
         )
+
+    @property
+    def q_dtype(self) -> torch.dtype:
+        """Of the query."""
+        return self.shape.q_dtype
 
     @property
     def appends(self) -> bool:
@@ -127,11 +122,7 @@ class PlanBase:
         if shape is self.shape:
             return self.config
         config = self._configs.get(shape)
-        if config is None:
-            if len(self._configs) >= _MAX_KEPT:
-                self._configs.clear()
-            config = self._configs[shape] = self.choose(shape)
-        return config
+        return self._configs.keep(shape, self.choose(shape)) if config is None else config
 
     def workspace_bytes(self) -> int:
         """Bytes that a `narrowkv.runtime.launch.Workspace` needs for every call of this plan.
@@ -143,7 +134,7 @@ class PlanBase:
         needed = [block_bytes(list(needs.blocks.values())) for needs in self._needs_of_kernels()]
         return max([*needed, self.decode.workspace_bytes() if self.decode is not None else 0])
 
-    def with_workspace(self: _P, workspace: Workspace | None) -> _P:
+    def with_workspace(self, workspace: Workspace | None = None) -> Self:
         """The plan with its memory in this workspace; a new one of the right size for None.
 
         Raises:
@@ -172,17 +163,15 @@ class PlanBase:
             found = self._memories[kind] = make_memory(needs, self.workspace)
         return found
 
-    def bound_launch(self, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> BoundLaunch:
-        """One object for each kernel with its constants, whatever the sizes of calls."""
-        key = (kernel, tuple(constexprs.values()), options)
-        return self._launches.setdefault(key, BoundLaunch(kernel, constexprs, options))
-
-    def bind(self, cache: PagedKVCache) -> BoundCache:
+    def bound_cache(self, cache: PagedKVCache) -> BoundCache:
         """The cache as kernel arguments, once it is known to be of this plan's kind.
 
         Raises:
             ValueError: the plan is for another kind of cache.
         """
+        known = self._caches.get(id(cache))
+        if known is not None:
+            return known
         formats = (cache.format.k, cache.format.v, cache.k_granularity, cache.v_granularity)
         made = (cache.num_kv_heads, cache.head_dim, cache.page_size, *formats, cache.k.device)
         shape = self.shape
@@ -193,7 +182,7 @@ class PlanBase:
                 f"plan must be made for a cache of (num_kv_heads, head_dim, page_size, K, V, their descales, "
                 f"device) {made}, got a plan for {wanted}: call {self.maker} again"
             )
-        return bind_cache(cache, self.target, self.config.fp8, self.exponent)
+        return self._caches.keep(cache, bind_cache(cache, self.target, self.config.fp8, self.exponent))
 
     @property
     def maker(self) -> str:
