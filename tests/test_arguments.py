@@ -247,7 +247,8 @@ def test_a_plan_whose_bound_is_too_low_is_refused(operation: str, name: str, bou
     plan = made.plan(*planned, **{name: bound})
     _assert_refused(made, {**arguments, "plan": plan, "validate": True}, message)
     if device == "cpu":  # where the lengths are there to be read
-        _assert_refused(made, {**arguments, "plan": plan}, message)
+        for _ in range(2):  # a refused call is not kept
+            _assert_refused(made, {**arguments, "plan": plan}, message)
     with pytest.raises(ValueError, match=message):
         made.plan(*planned, **{name: bound}, validate=True)
 
