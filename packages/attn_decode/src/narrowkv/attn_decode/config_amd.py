@@ -110,7 +110,6 @@ def amd_tile(
         kernel: "decode" or "native".
     """
     native, narrow_head = kernel == "native", head_dim <= 128
-    fp8 = k_format.startswith("fp8_") and v_format.startswith("fp8_")
     warps = 1 if block_m <= 32 else 4
     block_n = 16 if not narrow_head else 32 if k_format in ("bf16", "fp16") else 64
     if native:
@@ -119,10 +118,11 @@ def amd_tile(
         block_n = 128 if narrow_head and block_m == 16 else 64 if block_m <= 32 else 32
     prefetch = ""
     # FNUZ would spill 64 registers on gfx942, 28 on gfx950.
-    ahead = fp8 and target.native_fp8 and "fp8_e4m3fnuz" not in (k_format, v_format)
-    if ahead and block_m == 16 and q_len == 1 and head_dim in (64, 128):
-        # Model, whole calls in microseconds, with even shares, without it and with it, gfx942 and gfx950:
-        # B64 8k 280 and 270, 213 and 181; B4 8k 34.8 and 32.2, 25.0 and 22.4.
+    ahead = target.native_fp8 and k_format == v_format and k_format in ("fp8_e4m3fn", "fp8_e5m2")
+    ahead = ahead and block_m == 16 and q_len == 1 and head_dim == 128
+    if ahead:
+        # Model, whole calls in microseconds, even shares, without it and with it, gfx942 and gfx950: B64 8k
+        # 280 and 270, 213 and 181; B4 8k 34.8 and 32.2, 25.0 and 22.4. What takes registers, too: `fitting`.
         prefetch = "tile"
     elif block_m <= 32:
         prefetch = _prefetch(target, k_format, v_format, q_len, head_dim, scale_group, native)
@@ -139,7 +139,7 @@ def amd_tile(
     fits = fits and (get_format(k_format).is_packed or get_format(v_format).is_packed)
     roomy = target.name == "gfx950" or head_dim <= 64
     roomy = roomy or (prefetch == "tile" and k_format != v_format and q_len == 1)
-    waves = 2 if (fits and roomy) or (fp8 and prefetch == "tile") else None
+    waves = 2 if ahead or (fits and roomy) else None
     options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16, waves_per_eu=waves)
     return block_n, options, prefetch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,22 @@ def reads_to_registers(target: Target, shape: DecodeShape, config: DecodeConfig,
         if not grouped or any(place % 16 for place in places):
             return False
     return True
+
+
+def fitting(target: Target, config: DecodeConfig, bound: BoundCache, soft_cap: bool) -> DecodeConfig:
+    """The configuration without an FP8 tile ahead on AMD, where the call leaves no registers for it.
+
+    That is with a scale of each key (gfx950: 261 with a soft cap) and with the vectorised layout (429); on
+    gfx942 also with a soft cap or a key transform (262). Two waves have 256.
+    """
+    stored = (bound.k_stored, bound.v_stored)
+    if not config.prefetch or not target.is_amd or not all(x.format.startswith("fp8_") for x in stored):
+        return config
+    transforms = bound.stages > 0 or bound.k_balance is not None or bound.k_offset is not None
+    crowded = target.name == "gfx942" and (soft_cap or transforms)
+    if not crowded and not any(x.vec or x.descale == "token" for x in stored):
+        return config
+    return replace(config, prefetch="", options=replace(config.options, waves_per_eu=None))
 
 
 def constants_of(

@@ -26,6 +26,7 @@ from narrowkv.attn_decode.launch import (
     PreparedDecode,
     allocated,
     constants_of,
+    fitting,
     launches_of,
     power_of_two,
 )
@@ -279,7 +280,7 @@ class DecodePlan(Plan):
         lse: bool,
     ) -> tuple[BoundLaunch, BoundLaunch | None]:  # fmt: skip
         """The attention kernel of a call, and the one that merges if there is one."""
-        config = self.config_for(batch)
+        config = fitting(self.target, self.config_for(batch), bound, soft_cap)
         constexprs = constants_of(
             self.target, self.shape, config, bound, ragged=ragged, window_left=window_left,
             soft_cap=soft_cap, sinks=sinks, lse=lse,
