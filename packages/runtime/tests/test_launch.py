@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, compile_for, launch, run_as
-from narrowkv.runtime.launch.artifact import CompiledArtifact, spills_in_loops
+from narrowkv.runtime.launch.artifact import CompiledArtifact, hot_loop, spills_in_loops
 from narrowkv.runtime.targets import get_target
 
 # What the interpreter needs mended differs between Tritons.
@@ -219,6 +219,30 @@ SPILLING = """
 )
 def test_spills_are_counted_inside_loops_alone(inside: str, count: int) -> None:
     assert spills_in_loops(SPILLING.format(inside=inside)) == count
+
+
+# Two loops that follow each other, and a jump back from behind both, as the compiler may place blocks.
+SPANNED = """
+.LBB0_1:
+	v_add_u32_e32 v1, v2, v3
+.LBB0_2:
+	v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3]
+	s_cbranch_scc1 .LBB0_2
+	v_readlane_b32 s1, v9, 0
+.LBB0_3:
+	v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3]
+	v_exp_f32_e32 v1, v2
+	s_cbranch_scc1 .LBB0_3
+	s_cbranch_scc1 .LBB0_1
+	; implicit-def: $vgpr9 : SGPR spill to VGPR lane
+	s_endpgm
+"""
+
+
+def test_the_hot_loop_holds_no_other_loop_with_matrix_instructions() -> None:
+    loop = hot_loop(SPANNED)
+    assert (loop.mfma, loop.valu, loop.transcendental) == (1, 0, 0)
+    assert spills_in_loops(SPANNED) == 0
 
 
 def test_options_go_where_the_backend_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,13 +126,22 @@ def _loops(lines: list[str]) -> list[tuple[int, int]]:
 
 
 def _hot_loop(lines: list[str]) -> range:
-    """Lines of the loop with the most matrix instructions, of several the shortest; empty if none has any."""
-    best, best_key = range(0), (0, 0)
-    for begin, end in _loops(lines):
-        mfma = InstructionMix(_instructions(lines[begin : end + 1])).mfma
-        if mfma and (mfma, begin - end) > best_key:
-            best, best_key = range(begin, end + 1), (mfma, begin - end)
-    return best
+    """Lines of the loop with the most matrix instructions, of several the shortest; empty if none has any.
+
+    A loop that holds another one with matrix instructions is not it. The compiler may also place blocks so that
+    a jump back spans two loops, which follow each other.
+    """
+    loops = [
+        (begin, end, mfma)
+        for begin, end in _loops(lines)
+        if (mfma := InstructionMix(_instructions(lines[begin : end + 1])).mfma)
+    ]
+    inner = [
+        (mfma, begin - end, range(begin, end + 1))
+        for begin, end, mfma in loops
+        if not any(begin < other and last < end for other, last, _ in loops)
+    ]
+    return max(inner, key=lambda found: found[:2])[2] if inner else range(0)
 
 
 def hot_loop(assembly: str) -> InstructionMix:
