@@ -128,8 +128,8 @@ def _loops(lines: list[str]) -> list[tuple[int, int]]:
 def _hot_loop(lines: list[str]) -> range:
     """Lines of the loop with the most matrix instructions, of several the shortest; empty if none has any.
 
-    A loop that holds another one with matrix instructions is not it. The compiler may also place blocks so that
-    a jump back spans two loops, which follow each other.
+    A loop that holds another one with matrix instructions is not it. The compiler may also place blocks so
+    that a jump back spans two loops, which follow each other.
     """
     loops = [
         (begin, end, mfma)
