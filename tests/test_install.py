@@ -427,7 +427,9 @@ def test_the_distribution_of_all_packages_is_their_union(wheels, checkout, tmp_p
         found = [r for wheel in several for r in wheel.requirements(extra) if r.name not in wheels]
         return {f"{r.name}{r.specifier}" for r in found}
 
-    assert set(everything.code) == {file for wheel in wheels.values() for file in wheel.code}
+    # It is for any machine, so it builds the emulator's engine where it runs.
+    union = {file for wheel in wheels.values() for file in wheel.code if "/prebuilt/" not in file}
+    assert set(everything.code) == union
     assert {wheel.metadata["Version"] for wheel in wheels.values()} == {everything.metadata["Version"]}
     for extra in ("", "cpu", "plot"):
         assert requirements(everything, extra=extra) == requirements(*wheels.values(), extra=extra)

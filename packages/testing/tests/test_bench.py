@@ -28,7 +28,7 @@ from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes, prefill_s
 from narrowkv.testing.bench.sage import SageBench, SageSizes
 from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
 from narrowkv.testing.bench.timing import GraphTimer, Timing
-from narrowkv.testing.cases.decode import BOUND
+from narrowkv.testing.cases.decode import BOUND, DecodeCase
 from narrowkv.testing.model import ModelExecutor
 from narrowkv.testing.plot import plot_roofline
 
@@ -289,12 +289,13 @@ def test_a_longer_context_takes_longer_by_its_keys() -> None:
     assert seconds(16384) / seconds(4096) == pytest.approx(4, rel=0.2)
 
 
+@pytest.mark.parametrize("split", ["", "even"])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_a_short_call_is_modelled_by_the_workgroups_that_work(batch: int) -> None:
-    (call,) = DecodeBench().modelled(DecodeSizes(batch, 1024, 16, 8, 12, 128, "bf16", "fp8_e4m3fn"))
+def test_a_short_call_is_modelled_by_the_workgroups_that_work(batch: int, split: str) -> None:
+    case = DecodeCase(lens=(1024,) * batch, num_kv_heads=8, format="fp8_e4m3fn", clean=True, split=split)
     executor = ModelExecutor("gfx942", 1.0)
     with executing(executor):
-        call.trace(executor)
+        case.inputs().prepare()()
     decode = executor.modelled[0].prediction
     assert decode.working == batch * 8 * 16 < decode.workgroups  # a tile of 64 keys each; others leave
     assert decode.clocks > 5 * MACHINES["gfx942"].hbm_latency  # length, ids, K, V, and the stores' latencies

@@ -287,10 +287,11 @@ class PrefillPlan(PrefillSettings):
         """
         checked = self._check(bound, given)
         call: PreparedPrefill | None = self.calls.get(signature)
+        prepared = call or self._prepare(bound, table, turn, given, checked)
         if given.validate is None and self.scratch_fits is not None and self.device.type == "cpu":
             most = replace(self.shape, num_tokens=len(given.q))
             check_bounds(most, given.page_table, given.cu_seqlens_q)
-        return call or self.calls.keep(signature, self._prepare(bound, table, turn, given, checked))
+        return call or self.calls.keep(signature, prepared)
 
     def _check(self, bound: BoundCache, given: Arguments) -> _Checked:
         """Checks everything but the plan's maxima."""
