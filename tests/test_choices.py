@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
 import pytest
+from tool_modules import load_tool
 
 from narrowkv.runtime.toolchain import TRITON
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def _tool() -> Any:
-    spec = importlib.util.spec_from_file_location("choices", ROOT / "tools" / "choices.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TOOL = _tool()
+TOOL = load_tool("choices")
 
 
 @pytest.mark.parametrize("operation", TOOL.TABLES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import base64
 import hashlib
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,37 +12,26 @@ from types import ModuleType
 
 import pytest
 import torch
+from tool_modules import load_module, load_tool
 
 import narrowkv.attn_decode
 import narrowkv.attn_prefill
 import narrowkv.paged_cache
 import narrowkv.sparse_fp8
 
-ROOT = Path(__file__).parents[1]
 ALLOWED = {"torch", "triton", *sys.stdlib_module_names}
-
-
-def load(path: Path, name: str) -> ModuleType:
-    """Imports a file as a module of that name, as `kernels` does with a build's `__init__.py`."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    tool = load(ROOT / "tools" / "kernels_hub.py", "kernels_hub")
+    tool = load_tool("kernels_hub")
     return list(tool.write(tmp_path_factory.mktemp("hub")))
 
 
 @pytest.fixture(scope="module")
 def rocm(builds: list[Path]) -> ModuleType:
     build = next(build for build in builds if build.name == "torch-rocm")
-    return load(build / "__init__.py", "a_name_that_no_source_knows")
+    return load_module(build / "__init__.py", "a_name_that_no_source_knows")
 
 
 def test_a_build_imports_nothing_but_itself_torch_and_triton(builds: list[Path]) -> None:

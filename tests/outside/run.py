@@ -1,6 +1,6 @@
 """Runs the outside suites that a folder has, unchanged, and prints a table of what ran.
 
-They run against narrowkv, or their own kernels run on its virtual GPU.
+A suite calls narrowkv in place of the library that it tests, or runs its own kernels on the virtual GPU.
 """
 
 from __future__ import annotations

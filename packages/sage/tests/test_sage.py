@@ -28,7 +28,7 @@ RAGGED = W(q_lens=(70, 0, 7, 128), k_lens=(1, 130, 0, 150), num_kv_heads=2, ragg
 
 
 def check(case, device="cpu", tensors=None, context=nullcontext, **options):
-    """Runs inside a context with a poisoned output; compares o and lse; returns o.
+    """Calls Sage attention with an output full of NaN, compares o and lse with the reference, and returns o.
 
     P in E4M3 is what the operation is allowed besides the stored numbers: the bound is 1.25 times the error
     of that rounding alone, done in torch.

@@ -164,13 +164,13 @@ def _prefetch(
     mixed, gfx942 = k_format != v_format, target.name == "gfx942"
     if gfx942 and v_format not in ("fp4_e2m1", "int4"):
         return ""
+    padded = head_dim & (head_dim - 1) != 0
     if q_len > 1 and scale_group:
         # Under Triton 3.9.0 a tile beside the masks of 192 channels spills a register on gfx950 in every
         # other compilation, and page ids alone spill a scalar in gfx942's loop.
-        padded = head_dim & (head_dim - 1) != 0
         return "" if native else "pages" if padded and not gfx942 else "tile"
     groups = (scale_group == 16 and (mixed or gfx942)) or (scale_group and mixed and gfx942)
-    masked = head_dim & (head_dim - 1) != 0 or (head_dim > 128 and q_len > 1)
+    masked = padded or (head_dim > 128 and q_len > 1)
     narrow = native and head_dim != 128
     if narrow or groups or masked or "bf16" in (k_format, v_format):
         return "" if gfx942 else "pages"

@@ -100,7 +100,7 @@ class Route(NamedTuple):
 
     Attributes:
         config: the configuration; its `kernel` says which kernels there are.
-        fill: the kernel that fills the scratch; None where one launch does everything.
+        fill: the kernel that widens K and V into scratch memory before attention; None if there is none.
         attend: the kernel that attends.
         pipelined: whether `kernels/pipelined.py` attends; in_pages: K is copied out of its pages.
         divides: whether the grid of `attend` has a program for each split.

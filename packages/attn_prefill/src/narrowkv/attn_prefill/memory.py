@@ -213,7 +213,7 @@ def allocated(needs: Needs) -> Memory:
 
 
 def _place_of(name: str) -> str:
-    # Python finds a keyword by its address, if its string is the only one.
+    # Interned: Python then looks a keyword up by comparing addresses, not characters.
     return sys.intern(f"{name}_begin")
 
 

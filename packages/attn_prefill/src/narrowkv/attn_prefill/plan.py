@@ -70,7 +70,7 @@ class ServedClass:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedPrefill:
-    """What a plan prepared for calls whose tensors have the same metadata.
+    """The launches and values of calls whose tensors have the same shapes, strides, dtypes and devices.
 
     Attributes:
         classes: how each class of sequences is served; empty where there is nothing to launch, or
@@ -78,7 +78,8 @@ class PreparedPrefill:
         decodes: whether that is so.
         scale: of the logits, with a descale of the query that is a number; logit_scale: the same in base 2,
             or natural for a soft cap.
-        shift_scale: of the queries' products with the offset that keys lost, or None if nothing sees them.
+        shift_scale: of q . k_offset, which the logits lack because it was subtracted from K; None if neither
+            a soft cap nor sinks nor lse depend on it.
         soft_cap: the cap of logits, or 0; window_left: how many earlier keys a row sees, or -1.
         q_as_bytes: an FP8 query goes to a matrix unit of another format.
         has_options: whether kernels take a log-sum-exp, sinks, a descale of the query or shifts of logits.
@@ -280,7 +281,7 @@ class PrefillPlan(PrefillSettings):
     def _checked_call(
         self, bound: BoundCache, table: BoundTable, turn: BoundRope | None, signature: Any, given: Arguments
     ) -> PreparedPrefill:
-        """Checks a call that is new, or whose values are to be looked at, and prepares it if it is new.
+        """Checks the arguments of a call, with `validate` their values too, and prepares its launches once.
 
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what came.

@@ -352,7 +352,7 @@ def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Ar
 
 
 def div_fmas(x: Array, y: Array, z: Array, scaled: Array) -> Array:
-    """v_div_fmas: fused multiply-add that undoes what v_div_scale did where VCC is set, with one rounding.
+    """v_div_fmas: x * y + z, divided by v_div_scale's factor in lanes where VCC is set; rounded once.
 
     Two would round some subnormal quotients wrongly.
     """

@@ -165,7 +165,7 @@ def _cdna_tiles(target: Target, kernel: str, num_heads: int) -> _Tiles:
       4 waves 310; portable 173). Two tiles of 32 rows do not fit in LDS.
     - gfx950, 64 heads: 16-bit rows 694 with iterative-ilp (max-ilp 660; portable 265); FP8 rows 735 with
       max-ilp (without 553, iterative-ilp spills, 32 rows 595; portable 264).
-    - FP8 rows on gfx942 under Triton 3.8: max-ilp spills up to 32 registers.
+    - Under Triton 3.8 FP8 rows on gfx942 take iterative-ilp: with max-ilp up to 32 registers spill.
     - 32 heads: gfx942 370 and 312, gfx950 510 and 488. With 16 heads the portable kernel is as fast.
     """
     heads = min(64, num_heads)

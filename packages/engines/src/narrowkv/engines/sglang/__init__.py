@@ -33,7 +33,7 @@ def register(*, instead_of: str | None = None) -> None:
 
     Raises:
         ValueError: SGLang has no backend `instead_of`.
-        EngineVersionError: this SGLang has not what the adapter imports; another version is needed.
+        EngineVersionError: the installed SGLang lacks a name that the adapter imports.
     """
     with adapting("sglang"):
         from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES

@@ -26,7 +26,7 @@ def register(*, cpu: bool = False) -> None:
             this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0.
 
     Raises:
-        EngineVersionError: this vLLM has not what the adapter imports; another version is needed.
+        EngineVersionError: the installed vLLM lacks a name that the adapter imports.
     """
     with adapting("vllm"):
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

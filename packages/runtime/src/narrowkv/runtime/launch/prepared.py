@@ -56,7 +56,7 @@ def named(name: str, struct: Any) -> Any:
 
 def named_values(name: str, struct: Any) -> dict[str, Any]:
     """The tensors and floats of a struct by the names that `named` gives them."""
-    # Python finds a keyword by its address, if its string is the only one.
+    # Interned: Python then looks a keyword up by comparing addresses, not characters.
     return {
         sys.intern(f"{name}_{field}"): value
         for field, value in zip(struct._fields, struct, strict=True)
