@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -105,30 +106,62 @@ def tiles_of(config: Any) -> str:
     )
 
 
-def measured_rows(group: tuple[str, str, int, str, bool]) -> list[Row]:
-    """The rows of an operation, format and head_dim."""
+@dataclass(frozen=True)
+class Tile:
+    """The tiles of a call, which `case` makes."""
+
+    operation: str
+    tiles: str
+    format: str
+    head_dim: int
+    device: str
+    case: Any
+
+
+def chosen_tiles(group: tuple[str, str, int, str, bool]) -> list[Tile]:
+    """The tiles of the calls of an operation, format and head_dim, each with the first call that has them."""
     operation, of, head_dim, device, small = group
-    found: dict[str, Row] = {}
+    found: dict[str, Tile] = {}
     try:
         cases = list(calls(operation, of, head_dim, small))
     except ValueError:
         return []  # no such call, as an append of FP8 queries
     for case in cases:
         try:
-            inputs = case.inputs(device)
-            plan = inputs.plan()
+            tiles = tiles_of(case.inputs(device).plan().config)
         except (UnsupportedError, ValueError):
             continue  # refused, with the reason
-        tiles = tiles_of(plan.config)
-        if tiles in found:
-            continue
-        try:
-            result = check(case, inputs)
-            error = float("nan") if result.error is None else result.error.relative_l1
-            found[tiles] = Row(operation, tiles, of, head_dim, error, result.passed, str(case))
-        except Exception as fault:  # an illegal access ends the process's use of the device: said in its row
-            found[tiles] = Row(operation, tiles, of, head_dim, float("nan"), False, f"{case}: {fault}"[:200])
+        found.setdefault(tiles, Tile(operation, tiles, of, head_dim, device, case))
     return list(found.values())
+
+
+def measured_row(tile: Tile) -> Row:
+    """The error of the call of `tile`."""
+    error, passed, case = float("nan"), False, str(tile.case)
+    try:
+        result = check(tile.case, tile.case.inputs(tile.device))
+        passed = result.passed
+        if result.error is not None:
+            error = result.error.relative_l1
+    except Exception as fault:  # an illegal access ends the process's use of the device: said in its row
+        case = f"{case}: {fault}"[:200]
+    return Row(tile.operation, tile.tiles, tile.format, tile.head_dim, error, passed, case)
+
+
+def measured_rows(group: tuple[str, str, int, str, bool]) -> list[Row]:
+    """The rows of an operation, format and head_dim."""
+    return [measured_row(tile) for tile in chosen_tiles(group)]
+
+
+def _most_telling_first(tiles: list[Tile]) -> list[Tile]:
+    """Each tile once, then once for each head_dim, then for each format."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    ranked = []
+    for tile in tiles:
+        once, of_head_dim = (tile.operation, tile.tiles), (tile.operation, tile.tiles, tile.head_dim)
+        ranked.append(((seen[once] > 0) + (seen[of_head_dim] > 0), len(ranked), tile))
+        seen.update([once, of_head_dim])
+    return [tile for *_, tile in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 def _table(rows: list[Row]) -> str:
@@ -162,24 +195,25 @@ def main() -> int:
         for head_dim, of, operation in product(given.head_dims, given.formats, given.operations)
     ]
     rows: list[Row] = []
-    end, done = time.monotonic() + given.seconds, 0
-    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        results = pool.imap_unordered(measured_rows, groups)
-        for _ in groups:
+    end = time.monotonic() + given.seconds
+    # A process computes in one thread: threads of many processes would take turns on the cores.
+    with multiprocessing.get_context("spawn").Pool(given.processes, torch.set_num_threads, (1,)) as pool:
+        tiles = [tile for found in pool.imap(chosen_tiles, groups) for tile in found]
+        results = pool.imap_unordered(measured_row, _most_telling_first(tiles))
+        for _ in tiles:
             try:
-                rows += results.next(timeout=max(end - time.monotonic(), 0.1))
+                rows.append(results.next(timeout=max(end - time.monotonic(), 0.1)))
             except multiprocessing.TimeoutError:
                 break
-            done += 1
     table = _table(rows)
     wrong = [row for row in rows if not row.passed]
     print(table)
     for row in wrong:
         print(f"WRONG {row.error:.3g} {row.tiles}: {row.case}")
-    print(f"{len(rows)} tiles, {len(wrong)} wrong, {done} of {len(groups)} groups ran")
+    print(f"{len(rows)} of {len(tiles)} tiles ran, {len(wrong)} wrong")
     if given.out is not None:
         given.out.write_text(table + "\n")
-    return 1 if wrong or done < len(groups) else 0
+    return 1 if wrong or len(rows) < len(tiles) else 0
 
 
 if __name__ == "__main__":
