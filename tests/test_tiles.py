@@ -9,7 +9,7 @@ from typing import Any
 from narrowkv.attn_decode import config as decode
 from narrowkv.attn_prefill import config as prefill
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
-from narrowkv.paged_cache.pointers import multiplied_parts
+from narrowkv.paged_cache.binding import multiplied_parts
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.targets import TARGETS, get_target, least_columns
 from narrowkv.sage import config as sage

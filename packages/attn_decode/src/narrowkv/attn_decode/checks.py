@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from narrowkv.attn_decode.arguments import OUT_DTYPES
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_table
@@ -12,6 +11,7 @@ from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
+from narrowkv.runtime.checks import OUT_DTYPES
 from narrowkv.runtime.errors import (
     UnsupportedError,
     check_descale_float,

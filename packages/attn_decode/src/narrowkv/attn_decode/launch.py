@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from narrowkv.attn_decode.arguments import BoundCache
 from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape
 from narrowkv.attn_decode.kernels import Blocks, Rows, Rules, Sizes, Workspace
+from narrowkv.paged_cache.binding import PTX8, BoundCache, Reading, ReadOptions, multiplied_parts
 from narrowkv.paged_cache.bound_table import BoundTable
 from narrowkv.paged_cache.kernels.pages import TableSteps
-from narrowkv.paged_cache.pointers import PTX8, multiplied_parts
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, Part, PreparedCall, launch_by_name
 from narrowkv.runtime.targets import Target
@@ -21,8 +20,9 @@ from narrowkv.runtime.targets import Target
 # The values of a call.
 NAMES = (
     "q", "out", "lse", "sinks", "q_descale", "ranges", "tree", "ids", "row", "lens", "num_ids", "max_pages",
-    "qk_scale", "out_scale", "k", "v", "k_descale", "v_descale", "k_balance", "k_offset", "block", "counters",
+    "qk_scale", "out_scale", "k_balance", "k_offset", "block", "counters",
 )  # fmt: skip
+READING = "decode"  # the name by which `bind_cache` knows how decode's kernels read a cache
 
 
 class PreparedDecode(NamedTuple):
@@ -53,17 +53,28 @@ class PreparedDecode(NamedTuple):
     q_as_bytes: bool
 
 
+def read_options(config: DecodeConfig, computes_in_fp16: bool) -> ReadOptions:
+    """How the kernels of a configuration read a cache."""
+    native = config.kernel == "native"
+    # gfx950's own FP4 conversion takes registers that tiles without prefetch do not leave. Its inline
+    # assembly waits too short a time for the matrix instructions of the native kernel.
+    return ReadOptions(
+        config.k_parts, config.v_parts, computes_in_fp16=computes_in_fp16, fp4_as_bytes=True,
+        fp4_by_cdna4=config.prefetch != "" and not native, k_exponent=0 if native else None,
+    )  # fmt: skip
+
+
 def power_of_two(head_dim: int) -> int:
     """The least power of two that is at least `head_dim`."""
     return 1 << (head_dim - 1).bit_length()
 
 
-def reads_to_registers(target: Target, shape: DecodeShape, config: DecodeConfig, bound: BoundCache) -> bool:
+def reads_to_registers(target: Target, shape: DecodeShape, config: DecodeConfig, reading: Reading) -> bool:
     """Whether the kernel reads FP4 with scales of groups as `attend_in_registers` does."""
     tile = (config.block_m, config.block_n, config.options.num_warps, shape.q_len, shape.head_dim)
     if target.name != "sm90" or tile != (16, 32, 1, 1, 128) or shape.page_size % 8:
         return False
-    for stored, words in ((bound.k_stored, bound.k), (bound.v_stored, bound.v)):
+    for stored, words in ((reading.k_stored, reading.k), (reading.v_stored, reading.v)):
         grouped = stored.route == PTX8 and "_" in stored.descale and stored.aligned
         places = (words.ptr.data_ptr(), 2 * words.page, 2 * words.token, 2 * words.head)
         if not grouped or any(place % 16 for place in places):
@@ -77,10 +88,11 @@ def fitting(target: Target, config: DecodeConfig, bound: BoundCache, soft_cap: b
     That is with a scale of each key (gfx950: 261 with a soft cap) and with the vectorised layout (429); on
     gfx942 also with a soft cap or a key transform (262). Two waves have 256.
     """
-    stored = (bound.k_stored, bound.v_stored)
+    reading, transform = bound.readings[READING], bound.transform
+    stored = (reading.k_stored, reading.v_stored)
     if not config.prefetch or not target.is_amd or not all(x.format.startswith("fp8_") for x in stored):
         return config
-    transforms = bound.stages > 0 or bound.k_balance is not None or bound.k_offset is not None
+    transforms = transform.rotated or transform.balance is not None or transform.offset is not None
     crowded = target.name == "gfx942" and (soft_cap or transforms)
     if not crowded and not any(x.vec or x.descale == "token" for x in stored):
         return config
@@ -101,15 +113,16 @@ def constants_of(
 ) -> dict[str, Any]:
     """Constants of the attention kernel."""
     native = config.kernel == "native"
-    half = "bf16" not in (bound.k_stored.format, bound.v_stored.format)
+    reading, transform = bound.readings[READING], bound.transform
+    half = "bf16" not in (reading.k_stored.format, reading.v_stored.format)
     block_d = power_of_two(shape.head_dim)
-    transforms = bound.stages > 0 or bound.k_balance is not None
+    transforms = transform.rotated or transform.balance is not None
     # That loop loads Q's channels in the order of its lanes; a transform needs them in order.
-    registers = not transforms and reads_to_registers(target, shape, config, bound)
-    k_stored, v_stored = bound.k_stored, bound.v_stored
+    registers = not transforms and reads_to_registers(target, shape, config, reading)
+    k_stored, v_stored = reading.k_stored, reading.v_stored
     if registers:
-        k_stored = k_stored._replace(token=bound.k.token, scale_token=bound.k_descale.token)
-        v_stored = v_stored._replace(token=bound.v.token, scale_token=bound.v_descale.token)
+        k_stored = k_stored._replace(token=reading.k.token, scale_token=reading.k_descale.token)
+        v_stored = v_stored._replace(token=reading.v.token, scale_token=reading.v_descale.token)
     # Tiles of fewer rows have matrix instructions of another kind, which are right in any width.
     tall = config.block_m >= 64
     return {
@@ -130,11 +143,11 @@ def constants_of(
             lse=lse,
             window_left=window_left,
             int64_offsets=bound.int64_offsets,
-            stages=bound.stages,
+            stages=transform.stages(shape.head_dim),
             # H100, B64 ctx8192, with and without: two tokens at ratio 4, MX 264 and 316 us; four tokens at
             # ratio 12, which are tiles of 64 rows, NVFP4 651 and 505 us.
             lazy=config.block_m < 64
-            and any(x.route == PTX8 and "_" in x.descale for x in (bound.k_stored, bound.v_stored)),
+            and any(x.route == PTX8 and "_" in x.descale for x in (k_stored, v_stored)),
             prefetch=config.prefetch,
             even=config.split == "even",
             partial=config.split != "none",
@@ -188,25 +201,23 @@ def launches_of(
         logit_scale: scale of the logits without the cache's descale.
         lse, sinks, q_descale: whether there are such tensors.
     """
-    shifts = bound.k_offset is not None and (lse or sinks or soft_cap > 0)
+    transform = bound.transform
+    shifts = transform.offset is not None and (lse or sinks or soft_cap > 0)
     rows = Rows(
         Arg("q"), Arg("out"), Arg("lse") if lse else None, Arg("sinks") if sinks else None, *strides,
         None if table.ranges is None else Arg("ranges"), None if table.tree is None else Arg("tree"),
-        None if bound.k_balance is None else Arg("k_balance"), Arg("k_offset") if shifts else None,
+        None if transform.balance is None else Arg("k_balance"), Arg("k_offset") if shifts else None,
         logit_scale if shifts else None, Arg("q_descale") if q_descale else None,
     )  # fmt: skip
-    k_descale, v_descale = (
-        each if each.ptr is None else each._replace(ptr=Arg(name))
-        for name, each in (("k_descale", bound.k_descale), ("v_descale", bound.v_descale))
-    )
+    read = bound.readings[READING].named()
     shared = {
-        "io": rows, "v_descale": v_descale, "workspace": partial, "page_ids": Arg("ids"), "row": Arg("row"),
-        "lens": Arg("lens"), "num_ids": Arg("num_ids"), "max_pages": Arg("max_pages"),
+        "io": rows, "v_descale": read["v_descale"], "workspace": partial, "page_ids": Arg("ids"),
+        "row": Arg("row"), "lens": Arg("lens"), "num_ids": Arg("num_ids"), "max_pages": Arg("max_pages"),
         "steps": TableSteps(num_pages, *table.steps), "out_scale": Arg("out_scale"), "batch": table.batch,
         "num_items": config.num_items, "tiles_per_split": max(config.tiles_per_split, 1),
     }  # fmt: skip
     attending = launch_by_name(
-        attend, (grids[0],), **shared, k=bound.k._replace(ptr=Arg("k")), v=bound.v._replace(ptr=Arg("v")),
-        k_descale=k_descale, qk_scale=Arg("qk_scale"), soft_cap=soft_cap, merge=int(config.merge_in_launch),
+        attend, (grids[0],), **shared, k=read["k"], v=read["v"], k_descale=read["k_descale"],
+        qk_scale=Arg("qk_scale"), soft_cap=soft_cap, merge=int(config.merge_in_launch),
     )  # fmt: skip
     return [attending] if merge is None else [attending, launch_by_name(merge, (grids[1],), **shared)]

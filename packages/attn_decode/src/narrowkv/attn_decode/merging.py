@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from narrowkv.attn_decode.arguments import OUT_DTYPES
 from narrowkv.attn_decode.kernels import States, _merge_states_kernel
+from narrowkv.runtime.checks import OUT_DTYPES
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,

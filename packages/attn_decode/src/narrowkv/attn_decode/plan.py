@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowkv.attn_decode.arguments import BoundCache, bind_cache, zeroed_counters
 from narrowkv.attn_decode.checks import (
     check_classes,
     check_lse,
@@ -23,20 +22,29 @@ from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import Workspace, _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.attn_decode.launch import (
     NAMES,
+    READING,
     PreparedDecode,
     allocated,
     constants_of,
     fitting,
     launches_of,
     power_of_two,
+    read_options,
 )
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.binding import BoundCache, bind_cache
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
 from narrowkv.paged_cache.rope import metadata_of
 from narrowkv.quant import get_format
 from narrowkv.quant.device import BITS, widening_exponent
 from narrowkv.runtime import launch
-from narrowkv.runtime.errors import byte_span, check_finite_float, check_no_grad, check_window
+from narrowkv.runtime.errors import (
+    UnsupportedError,
+    byte_span,
+    check_finite_float,
+    check_no_grad,
+    check_window,
+)
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import (
     BoundLaunch,
@@ -46,6 +54,7 @@ from narrowkv.runtime.launch import (
     block_bytes,
     executor,
 )
+from narrowkv.runtime.launch.workspace import zeroed_counters
 from narrowkv.runtime.operation import Plan
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.spans import meets, span_bytes
@@ -229,7 +238,8 @@ class DecodePlan(Plan):
             if lse is not None:
                 lse.fill_(-math.inf)
         elif call.launches is not None:
-            qk_scale = call.logit_scale * bound.k_factor
+            reading, transform = bound.readings[READING], bound.transform
+            qk_scale = call.logit_scale * reading.k_factor
             if not -FLOAT32_MAX <= qk_scale <= FLOAT32_MAX:
                 raise ValueError(
                     f"sm_scale times the descale of K must be finite in float32, got {qk_scale}: "
@@ -243,9 +253,8 @@ class DecodePlan(Plan):
                 q=q.view(torch.uint8) if call.q_as_bytes else q, out=o, lse=lse, sinks=sinks,
                 q_descale=q_descale, ranges=table.ranges, tree=table.tree, ids=table.ids, row=table.row,
                 lens=table.lens, num_ids=table.num_ids, max_pages=table.max_pages, qk_scale=qk_scale,
-                out_scale=bound.v_factor, k=bound.k.ptr, v=bound.v.ptr, k_descale=bound.k_descale.ptr,
-                v_descale=bound.v_descale.ptr, k_balance=bound.k_balance, k_offset=bound.k_offset,
-                block=block, counters=counters,
+                out_scale=reading.v_factor, k_balance=transform.balance, k_offset=transform.offset,
+                block=block, counters=counters, **reading.arguments,
             )  # fmt: skip
         return (o, lse) if return_lse and lse is not None else o
 
@@ -259,7 +268,15 @@ class DecodePlan(Plan):
                 f"plan must be made for a cache of (num_kv_heads, head_dim, page_size, K, V) {made} on "
                 f"{cache.k.device}, got a plan for {wanted} on {self.device}: call plan_decode again"
             )
-        return bind_cache(cache, self.target, self.config)
+        half = "bf16" not in (self.k_format, self.v_format)
+        bound = bind_cache(cache, self.target, ((READING, read_options(self.config, half)),))
+        descale = bound.readings[READING].k_stored.descale
+        if self.config.kernel == "native" and descale in ("e8m0_16", "e4m3_16", "e4m3_32"):
+            raise UnsupportedError(
+                "kernel='native' needs keys with one scale a head or an E8M0 scale per 32 channels, got "
+                f"{descale}; kernel='decode' works here"
+            )
+        return bound
 
     def _blocks(self, batch: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Memory of partial results at this batch: `acc` and `ml` of `Workspace`."""
@@ -358,7 +375,9 @@ class DecodePlan(Plan):
             q_descale=isinstance(q_descale, torch.Tensor),
         )  # fmt: skip
         return PreparedDecode(
-            launches=PreparedCall(NAMES, steps) if batch and programs else None,
+            launches=PreparedCall((*NAMES, *bound.readings[READING].arguments), steps)
+            if batch and programs
+            else None,
             empty=cache.num_pages == 0 or table.max_pages == 0,
             num_bytes=block_bytes(blocks),
             counters=counters,

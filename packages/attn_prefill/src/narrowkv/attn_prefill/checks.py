@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_decode.arguments import OUT_DTYPES
 from narrowkv.attn_decode.checks import QUERY_DTYPES
 from narrowkv.attn_prefill.arguments import Arguments
 from narrowkv.attn_prefill.shapes import PrefillShape
@@ -18,6 +17,7 @@ from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.layouts import HEAD_DIMS
+from narrowkv.runtime.checks import OUT_DTYPES
 from narrowkv.runtime.errors import (
     check_descale_tensor,
     check_dtype,

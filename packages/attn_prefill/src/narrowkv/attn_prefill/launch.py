@@ -9,14 +9,16 @@ import torch
 import triton.language as tl
 
 from narrowkv.attn_prefill.arguments import Arguments
-from narrowkv.attn_prefill.binding import TRITON_TYPES, BoundCache, matrix_of
+from narrowkv.attn_prefill.binding import TRITON_TYPES, matrix_of, per_key
 from narrowkv.attn_prefill.config import triton_fp8
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
 from narrowkv.attn_prefill.kernels.append_store import _produce_kernel
 from narrowkv.attn_prefill.kernels.arguments import (
     AppendScales,
     Blocks,
+    Cache,
     Chunk,
+    Destination,
     Filling,
     Outputs,
     Queries,
@@ -48,10 +50,11 @@ from narrowkv.attn_prefill.tiles import (
     widen_options,
 )
 from narrowkv.paged_cache import PagedKVCache
+from narrowkv.paged_cache.binding import BoundCache, multiplied_parts
 from narrowkv.paged_cache.bound_table import BoundTable
-from narrowkv.paged_cache.kernels.pages import Descale, Table
-from narrowkv.paged_cache.pointers import multiplied_parts
+from narrowkv.paged_cache.kernels.pages import Table
 from narrowkv.paged_cache.rope import rope_pointers
+from narrowkv.paged_cache.storing import Store
 from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, launch_of, named
 
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
@@ -145,9 +148,10 @@ def _make_route(
     plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
     kind: Kind,
 ) -> Route:  # fmt: skip
-    folded = kind.positive and not kind.soft_cap and not bound.per_key[0]
+    k_per_key, _ = per_key(plan.k_granularity, plan.v_granularity)
+    folded = kind.positive and not kind.soft_cap and not k_per_key
     # With a transform, queries are rotated in the launch that transforms them.
-    rotates = kind.storing is not None and kind.storing.rotary_dim > 0 and bound.transform is None
+    rotates = kind.storing is not None and kind.storing.rotary_dim > 0 and not bound.transforms
     # That kernel's loop has no registers for a number of each row.
     capped = kind.soft_cap and not kind.shifts
     pipelined = config.otherwise is not None and (folded or capped) and not rotates
@@ -169,7 +173,7 @@ def _make_route(
         return maker.two_launches(False, False, in_turns=True)
     # Rows that are no keys between old and new ones would count in a window.
     stays = pipelined and config.k_in_pages and not (kind.storing is not None and kind.window_left >= 0)
-    in_pages = stays and matrix_of(bound, cache, config.block_n) is not None
+    in_pages = stays and matrix_of(cache, config.block_n) is not None
     return maker.two_launches(pipelined, in_pages)
 
 
@@ -198,8 +202,8 @@ class _Maker:
         """The cache is read in its pages."""
         shape, config = self.shape, self.config
         reading = self.bound.readings[config.reading]
-        rules = self._paged_rules(reading.v.parts)
-        constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v}
+        rules = self._paged_rules(reading.v_stored.parts)
+        constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k_stored, "V": reading.v_stored}
         kernel: Any = _fused_prefill_kernel
         programs, divides = self.num_tiles * shape.num_kv_heads, config.kernel != "split"
         if not divides:
@@ -221,7 +225,7 @@ class _Maker:
         """One launch widens keys into the scratch, and stores new tokens; the next attends."""
         shape, config, kind, target = self.shape, self.config, self.kind, self.plan.target
         reading = self.bound.readings["to_scratch"]
-        constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v}
+        constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k_stored, "V": reading.v_stored}
         constants["BLOCKS"] = Blocks(
             0, 0, self.block_d, self.block_d, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES
         )
@@ -284,11 +288,12 @@ class _Maker:
     def _dense(self) -> BoundLaunch:
         """Attention over the scratch in plain Triton."""
         config, plan, kind, reading = self.config, self.plan, self.kind, self.bound.readings["to_scratch"]
+        k_per_key, v_per_key = per_key(plan.k_granularity, plan.v_granularity)
         constants = {
             # Pages are behind it.
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
             "K_DESCALE": self._k_descale(),
-            "V_DESCALE": reading.v.descale,
+            "V_DESCALE": reading.v_stored.descale,
             "ROTARY_DIM": kind.storing.rotary_dim if kind.storing is not None and self.rotates else 0,
             "INTERLEAVED": kind.storing is not None and kind.storing.interleaved,
             "RULES": self._rules(
@@ -299,8 +304,8 @@ class _Maker:
                 split_q=self.key_type == torch.bfloat16 and plan.q_dtype == torch.float16,
             ),
             "WIDENED": Widened(
-                k_per_key=self.bound.per_key[0],
-                v_per_key=self.bound.per_key[1],
+                k_per_key=k_per_key,
+                v_per_key=v_per_key,
                 k_block_factors=self.appends,
                 v_block_factors=self._v_block_factors(),
                 tma=config.tma,
@@ -322,7 +327,7 @@ class _Maker:
         constants = {
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
             "K_DESCALE": self._k_descale(),
-            "V_DESCALE": reading.v.descale,
+            "V_DESCALE": reading.v_stored.descale,
             "RULES": self._rules(
                 compute=self._matrix_type(), fp8=self._matrix_type() if fp8 else None, scale_q=False,
                 split_q=False, q_descale=self.kind.q_descale,
@@ -346,10 +351,10 @@ class _Maker:
 
         config, kind, reading = self.config, self.kind, self.bound.readings["to_scratch"]
         rules = PipelinedRules(
-            k_descale=reading.k.descale,
-            v_descale=reading.v.descale,
+            k_descale=reading.k_stored.descale,
+            v_descale=reading.v_stored.descale,
             pad=None if not self.appends else "last" if in_pages else "first",
-            two_scales=self.appends and (reading.k.descale == "head" or reading.k_scale != 1.0),
+            two_scales=self.appends and (reading.k_stored.descale == "head" or reading.k_factor != 1.0),
             v_block_factors=self._v_block_factors(),
             window_left=kind.window_left,
             window_right=kind.window_right,
@@ -364,7 +369,7 @@ class _Maker:
 
     def _k_descale(self) -> str:
         """How attention over the scratch takes K's descale; an append's block factors include a head's."""
-        kind: str = self.bound.readings["to_scratch"].k.descale
+        kind: str = self.bound.readings["to_scratch"].k_stored.descale
         return "scalar" if self.appends and kind == "head" else kind
 
     def _v_block_factors(self) -> bool:
@@ -427,21 +432,22 @@ def launches_of(
     """
     memory = allocated(route.memory) if isinstance(route.memory, Needs) else route.memory
     reading, (k_desc, v_desc) = bound.readings[route.config.reading], memory.descriptors
+    read = reading.named()
     num_pages = bound.num_pages if table.max_pages else 0
     row = Arg("row") if kind.ragged else None
     arguments: dict[str, Any] = {
         **{name: Arg(name) for name in (*RUNTIME_SIZES, "qk_scale", "out_scale")},
         "block_m": route.config.block_m, "table_row": 0 if kind.ragged else Arg("row"),
         "q": _queries(given, kind, bound), "out": _outputs(given, kind), "soft_cap": soft_cap,
-        "cache": named("cache", reading.cache), "scratch": memory.scratch, "workspace": memory.partials,
+        "cache": Cache(*(value for struct in read.values() for value in struct)), "scratch": memory.scratch,
+        "workspace": memory.partials,
         "table": Table(Arg("ids"), row, Arg("lens"), None, num_pages, None, *table.steps), "rope": None,
-        "k_desc": k_desc, "v_desc": v_desc, "k_descale": _descale("k_descale", bound.k_descale),
-        "v_descale": _descale("v_descale", bound.v_descale),
+        "k_desc": k_desc, "v_desc": v_desc, "k_descale": read["k_descale"], "v_descale": read["v_descale"],
     }  # fmt: skip
     if given.k_new is not None and given.v_new is not None:
         arguments |= {
             "chunk": _chunk(given.q, given.k_new, given.v_new, bound),
-            "rope": named("rope", rope_pointers(given.rope)), "to": named("new", bound.destination),
+            "rope": named("rope", rope_pointers(given.rope)), "to": _destination(bound.store),
             "scales": AppendScales(logit_scale, Arg("k_scale"), Arg("out_scale"), soft_cap),
         }  # fmt: skip
         if not route.pipelined:
@@ -450,7 +456,7 @@ def launches_of(
     if route.pipelined:
         pages = None
         if route.in_pages:
-            pages = matrix_of(bound, given.cache, route.config.block_n).pages(arguments["table"])
+            pages = matrix_of(given.cache, route.config.block_n).pages(arguments["table"])
         arguments |= {
             "page_desc": Arg("page_desc") if route.in_pages else None, "pages": pages,
             "new_scale": logit_scale, "soft_cap": soft_cap or None,
@@ -463,7 +469,7 @@ def launches_of(
 def _queries(given: Arguments, kind: Kind, bound: BoundCache) -> Queries:
     _, heads, head_dim = given.q.shape
     token, head = heads * head_dim, head_dim
-    if bound.transform is None:  # else they were written by another launch
+    if not bound.transforms:  # else they were written by another launch
         token, head = given.q.stride()[:2]
     return Queries(
         Arg("q"), token, head, Arg("starts"), None, None, Arg("q_descale") if kind.q_descale else None,
@@ -485,15 +491,15 @@ def _chunk(q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, bound: Bou
     """New keys and values, and the queries that they see, if others are given for old ones."""
     k_token, k_head, v_token, v_head = *k_new.stride()[:2], *v_new.stride()[:2]
     chunk = Chunk(Arg("k_new"), k_token, k_head, Arg("v_new"), v_token, v_head)
-    if bound.transform is None:
+    if not bound.transforms:
         return chunk
-    offset, balance = (
-        None if bound.new_arguments[name] is None else Arg(name) for name in ("k_offset", "k_balance")
-    )
+    transform = bound.transform
+    offset = None if transform.offset is None else Arg("k_offset")
+    balance = None if transform.balance is None else Arg("k_balance")
     token, head = q.stride()[:2]
     return chunk._replace(k_offset=offset, k_balance=balance, q=Arg("given_q"), q_token=token, q_head=head)
 
 
-def _descale(name: str, descale: Descale) -> Descale:
-    """A descale per head, for kernels that attend to the scratch."""
-    return descale if descale.ptr is None else descale._replace(ptr=Arg(f"cache_{name}"))
+def _destination(store: Store | None) -> Destination | None:
+    """Where new tokens are stored."""
+    return None if store is None else Destination(*(x for struct in store.named().values() for x in struct))

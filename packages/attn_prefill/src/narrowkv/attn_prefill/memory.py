@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.attn_decode.arguments import zeroed_counters
 from narrowkv.attn_decode.kernels import Workspace as Partials
 from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import most_work_items, partial_programs, tuned_as
 from narrowkv.runtime.launch import Arg, Described, Part, Workspace, block_bytes
+from narrowkv.runtime.launch.workspace import zeroed_counters
 from narrowkv.runtime.targets import Target
 
 Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]

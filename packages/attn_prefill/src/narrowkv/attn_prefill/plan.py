@@ -11,7 +11,7 @@ import torch
 from narrowkv.attn_decode.checks import check_transform, fold_q_descale
 from narrowkv.attn_decode.planning import plan_for_call as decode_plan_for_call
 from narrowkv.attn_prefill.arguments import PLAIN_VALUES, Arguments, check_keywords
-from narrowkv.attn_prefill.binding import BoundCache, matrix_of, storing_constants
+from narrowkv.attn_prefill.binding import matrix_of, storing_constants
 from narrowkv.attn_prefill.checks import (
     append_shape,
     check_bounds,
@@ -24,14 +24,17 @@ from narrowkv.attn_prefill.checks import (
     prefill_shape,
     refuse_overlap,
 )
+from narrowkv.attn_prefill.config import fp8_route
 from narrowkv.attn_prefill.launch import Kind, Route, launches_of, make_routes
 from narrowkv.attn_prefill.memory import Needs, allocate
 from narrowkv.attn_prefill.settings import PrefillSettings
 from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.paged_cache.binding import BoundCache
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope, metadata_of
+from narrowkv.quant.device import widening_exponent
 from narrowkv.runtime.errors import (
     check_finite_float,
     check_instance,
@@ -109,20 +112,16 @@ class _Checked(NamedTuple):
 
     Attributes:
         shape: its sizes.
-        scale, soft_cap, out_dtype: as `PreparedPrefill` has them.
+        scale, logit_scale, soft_cap, out_dtype: as `PreparedPrefill` has them.
         kind: the values that kernels depend on.
     """
 
     shape: PrefillShape
     scale: float
+    logit_scale: float
     soft_cap: float
     out_dtype: torch.dtype
     kind: Kind
-
-    @property
-    def logit_scale(self) -> float:
-        """See `PreparedPrefill`."""
-        return self.scale * (1.0 if self.soft_cap > 0 else _LOG2E)
 
 
 class PrefillPlan(PrefillSettings):
@@ -229,28 +228,28 @@ class PrefillPlan(PrefillSettings):
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if call.classes:
             rows, shift = q.view(torch.uint8) if call.q_as_bytes else q, None
-            if bound.transform is not None:
+            if bound.transforms:
                 rows, shift = transform_queries(
                     q, bound.transform, cache.num_kv_heads, call.shift_scale, rope
                 )
             begins = starts if call.starts_as_is else starts.contiguous()
             rotated = _NOTHING if turn is None else turn.arguments
-            optional = _NOTHING
+            optional, new = _NOTHING, _NOTHING if bound.store is None else bound.store.arguments
             if call.has_options:
                 optional = {"lse": lse, "sinks": sinks, "q_descale": q_descale, "shift": shift}
             for served in call.classes:
                 reading, own = bound.readings[served.reading], _NOTHING
                 if k_new is not None:
-                    own = {"k_new": k_new, "v_new": v_new, "given_q": q, "k_scale": reading.k_scale}
+                    own = {"k_new": k_new, "v_new": v_new, "given_q": q, "k_scale": reading.k_factor}
                 if served.block_n:
-                    own = {**own, "page_desc": matrix_of(bound, cache, served.block_n).descriptor}
+                    own = {**own, "page_desc": matrix_of(cache, served.block_n).descriptor}
                 if served.needs is not None:
                     own = {**own, **allocate(served.needs, self.device)}
                 served.launches.run(
                     q=rows, out=o, starts=begins, ids=table.ids, row=table.row, lens=table.lens,
                     num_ids=table.num_ids, max_pages=table.max_pages if bound.num_pages else 0,
-                    qk_scale=call.logit_scale * reading.k_scale, out_scale=reading.v_scale / served.p_scale,
-                    **served.sizes, **reading.arguments, **bound.new_arguments, **rotated, **optional, **own,
+                    qk_scale=call.logit_scale * reading.k_factor, out_scale=reading.v_factor / served.p_scale,
+                    **served.sizes, **reading.arguments, **new, **rotated, **optional, **own,
                 )  # fmt: skip
         elif call.decodes:
             decode = self.decode or decode_plan_for_call(q, cache, given.page_table, False)
@@ -335,7 +334,11 @@ class PrefillPlan(PrefillSettings):
             q_descale=isinstance(given.q_descale, torch.Tensor), window_left=window_left,
             window_right=window_right, positive=scale > 0,
         )  # fmt: skip
-        return _Checked(shape, scale, soft_cap, check_outputs(given), kind)
+        logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
+        if self.config.fp8 is not None and not self.appends:
+            # Q's bytes are read as K's are, and lose the same power of two.
+            logit_scale *= 2.0 ** widening_exponent(self.k_format, fp8_route(self.config.fp8, self.k_format))
+        return _Checked(shape, scale, logit_scale, soft_cap, check_outputs(given), kind)
 
     def _kind(
         self, bound: BoundCache, cache: PagedKVCache, rope: Rope | None, *, soft_cap: bool, sinks: bool,
@@ -346,7 +349,7 @@ class PrefillPlan(PrefillSettings):
             soft_cap=soft_cap,
             sinks=sinks,
             lse=lse,
-            shifts=bound.has_offset and (soft_cap or sinks or lse),
+            shifts=bound.transform.offset is not None and (soft_cap or sinks or lse),
             storing=None if self.exponent is None else storing_constants(cache, self.exponent, rope),
             settle=self.target.is_amd and is_compiled(cache.k),
             clean=cache.negative_zero_free,
@@ -431,8 +434,8 @@ class PrefillPlan(PrefillSettings):
         ]  # fmt: skip
         if kind.has_options:
             names += ["lse", "sinks", "q_descale", "shift"]
-        if self.appends:
-            names += ["k_new", "v_new", "given_q", "k_scale", *bound.new_arguments]
+        if bound.store is not None:
+            names += ["k_new", "v_new", "given_q", "k_scale", *bound.store.arguments]
         if turn is not None:
             names += turn.arguments
         if route.in_pages:
@@ -480,10 +483,11 @@ def _may_overlap(
         spans += ((begin, begin + k_bytes), (first, first + v_bytes))
         if turn is not None:
             spans += turn.spans
-        low, high = bound.hull
+        assert bound.store is not None
+        low, high = bound.store.hull
         for begin, end in spans:
             if begin < high and low < end:
-                for first, last in bound.written:
+                for first, last in bound.store.spans:
                     if begin < last and first < end:
                         return True
     out, lse = given.out, given.lse

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from narrowkv.attn_decode import DecodePlan
-from narrowkv.attn_prefill.binding import BoundCache, bind_cache, per_key
+from narrowkv.attn_prefill.binding import per_key, read_options
 from narrowkv.attn_prefill.config import choose_append_config, choose_config
 from narrowkv.attn_prefill.cost import explain_class, few_bounds, most_widened
 from narrowkv.attn_prefill.memory import Memory, Needs, make_memory, scratch_bytes
 from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import split_config
 from narrowkv.paged_cache import PagedKVCache
+from narrowkv.paged_cache.binding import BoundCache, bind_cache
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError, check_instance
 from narrowkv.runtime.identity import ByIdentity
@@ -182,7 +183,8 @@ class PrefillSettings(Plan):
                 f"plan must be made for a cache of (num_kv_heads, head_dim, page_size, K, V, their descales, "
                 f"device) {made}, got a plan for {wanted}: call {self.maker} again"
             )
-        return self._caches.keep(cache, bind_cache(cache, self.target, self.config.fp8, self.exponent))
+        options = read_options(self.target, self.k_format, self.v_format, self.config.fp8)
+        return self._caches.keep(cache, bind_cache(cache, self.target, options, stores=self.appends))
 
     @property
     def maker(self) -> str:

@@ -24,7 +24,6 @@ from narrowkv.paged_cache.rope import (
 )
 from narrowkv.paged_cache.storing import (
     STORES,
-    STRUCTS,
     Store,
     new_tokens,
     store_of,
@@ -358,7 +357,6 @@ def _prepare(
         "BLOCK_D": 1 << (store.row[1] - 1).bit_length(),
     }
     structs = {
-        **dict(zip(STRUCTS, store[: len(STRUCTS)], strict=True)),
         "k_new": new_tokens(k_new),
         "v_new": new_tokens(v_new),
         "rope": rope_pointers(rope),
@@ -367,7 +365,7 @@ def _prepare(
     programs = store.row[0] + (0 if q is None else -(-q.shape[1] // QUERY_HEADS.value))
     launch = launch_by_name(
         BoundLaunch(_append_kernel, constants, _OPTIONS), (Arg("tokens"), programs),
-        **{name: named(name, struct) for name, struct in structs.items()},
+        **store.named(), **{name: named(name, struct) for name, struct in structs.items()},
         **{name: None if values[name] is None else Arg(name) for name in ("k_offset", "k_balance")},
         slot_mapping=Arg("slots"), slot_step=Arg("slot_step"), num_slots=Arg("num_slots"),
     )  # fmt: skip

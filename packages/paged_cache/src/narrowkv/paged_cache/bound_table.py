@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowkv.paged_cache.page_table import PageTable
-from narrowkv.paged_cache.pointers import step_of
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.spans import spans_of
 
@@ -74,3 +73,8 @@ def bind_table(table: PageTable) -> BoundTable:
         table.tree_mask, _numbers.setdefault(signature, len(_numbers)),
     )  # fmt: skip
     return BOUND_TABLES.keep(table, bound)
+
+
+def step_of(tensor: torch.Tensor) -> int | None:
+    """The stride of the last dimension, or None for 1, as `Table` has it."""
+    return None if tensor.shape[-1] < 2 or tensor.stride(-1) == 1 else tensor.stride(-1)

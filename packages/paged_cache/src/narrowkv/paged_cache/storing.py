@@ -19,7 +19,7 @@ from narrowkv.runtime.errors import (
     has_memory,
 )
 from narrowkv.runtime.identity import ByIdentity
-from narrowkv.runtime.launch import named_values
+from narrowkv.runtime.launch import named, named_values
 
 
 class Store(NamedTuple):
@@ -33,8 +33,8 @@ class Store(NamedTuple):
         constants: names and values of `tl.constexpr` arguments.
         kind: a number that caches with the same constants, strides and device share.
         arguments: tensors, descales and the number of slots as values of a call, by name.
-        spans: byte addresses of what is written, each as `byte_span` gives it.
-        key_offset, key_balance: of the cache's `key_transform`, or None.
+        spans: byte addresses of what is written, each as `byte_span` gives it; hull: the least and the
+            greatest of them.
         scales: scale tensors that are read and not written, by name.
     """
 
@@ -49,16 +49,16 @@ class Store(NamedTuple):
     kind: int
     arguments: dict[str, Any]
     spans: tuple[tuple[int, int], ...]
-    key_offset: torch.Tensor | None
-    key_balance: torch.Tensor | None
+    hull: tuple[int, int]
     scales: dict[str, torch.Tensor]
+
+    def named(self) -> dict[str, Any]:
+        """Kernel arguments by the kernel's names, with an `Arg` for what `arguments` holds."""
+        return {name: named(f"new_{name}", struct) for name, struct in zip(_STRUCTS, self[:4], strict=True)}
 
 
 STORES: ByIdentity[Store] = ByIdentity()
-# The kernel's names of the pointers of a `Store`, in order.
-STRUCTS = ("k", "v", "k_descale", "v_descale")
-
-
+_STRUCTS = ("k", "v", "k_descale", "v_descale")
 _kinds: dict[Any, int] = {}
 
 
@@ -105,9 +105,11 @@ def _make_store(cache: PagedKVCache) -> Store:
         "k_offset": transform.offset,
         "k_balance": transform.balance,
     }
-    for side, struct in zip(STRUCTS, pointers, strict=True):
-        arguments |= named_values(side, struct)
+    for name, struct in zip(_STRUCTS, pointers, strict=True):
+        arguments |= named_values(f"new_{name}", struct)
     k, v, k_descale, v_descale = pointers
+    spans = tuple(byte_span(x) for x in written_tensors(cache).values() if x.numel() and has_memory(x))
+    hull = (min(low for low, _ in spans), max(high for _, high in spans)) if spans else (0, 0)
     return Store(
         k,
         v,
@@ -119,9 +121,8 @@ def _make_store(cache: PagedKVCache) -> Store:
         constants,
         number,
         arguments,
-        tuple(byte_span(x) for x in written_tensors(cache).values() if x.numel() and has_memory(x)),
-        transform.offset,
-        transform.balance,
+        spans,
+        hull,
         static_scales(cache),
     )
 
@@ -141,13 +142,6 @@ def written_tensors(cache: PagedKVCache) -> dict[str, torch.Tensor]:
 def new_tokens(x: torch.Tensor) -> NewTokens:
     """K or V of new tokens as a kernel argument."""
     return NewTokens(x, x.stride(0), x.stride(1))
-
-
-def cache_pointers(
-    cache: PagedKVCache,
-) -> tuple[KVPointers, KVPointers, DescalePointers, DescalePointers]:
-    """K, V and their descales as kernel arguments that are written to."""
-    return store_of(cache)[:4]
 
 
 def storage_constants(cache: PagedKVCache, exponent: str) -> dict[str, Any]:

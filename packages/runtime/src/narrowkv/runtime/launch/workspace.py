@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from narrowkv.runtime.errors import check_positive_int
+from narrowkv.runtime.launch.gpu import current_stream
 
 _ALIGNMENT = 256
 # Arrival counters of launches that merge partial results; every kernel leaves them zero.
@@ -72,3 +73,21 @@ class Workspace:
         if count > MOST_COUNTERS:
             raise ValueError(f"count must be at most {MOST_COUNTERS}, got {count}")
         return self._counters[:count]
+
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def zeroed_counters(count: int, device: torch.device) -> torch.Tensor:
+    """At least `count` arrival counters of a call whose plan has none.
+
+    Calls on one stream share them, because every launch leaves them zero. A graph has its own: it may be
+    replayed on another stream.
+    """
+    if count > MOST_COUNTERS or device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = (device, current_stream(device.index))
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
+    return found
