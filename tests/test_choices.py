@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tool_modules import load_tool
 
+from narrowkv.attn_decode.config import DecodeShape
+from narrowkv.attn_decode.config import choose_config as choose_decode
+from narrowkv.attn_prefill import PrefillShape
+from narrowkv.attn_prefill.tiles import fused_config, split_config
+from narrowkv.runtime.targets import TARGETS, Target
 from narrowkv.runtime.toolchain import TRITON
+from narrowkv.sparse_fp8 import config as sparse
 
 TOOL = load_tool("choices")
 
@@ -16,3 +24,34 @@ def test_every_shape_gets_the_stored_choice(operation: str) -> None:
     if TRITON[:2] != (3, 8):
         pytest.skip("the tables are those of Triton 3.8, on which a few choices depend")
     assert TOOL.text_of(operation) == (TOOL.CHOICES / f"{operation}.txt").read_text()
+
+
+_DECODE = DecodeShape(16, 1, 12, 1, 128, 16, 131072)
+_CHUNK = PrefillShape(
+    batch=1, num_tokens=16, max_q_len=16, num_qo_heads=12, num_kv_heads=1, head_dim=128, page_size=16,
+    max_seq_len=65536, kv_tokens=65536,
+)  # fmt: skip
+
+
+def _shares(target: Target) -> dict[str, int]:
+    """How many programs share the keys of a call in each family."""
+    rows = sparse.choose_config(target, kernel="16bit", num_heads=16)
+    return {
+        "decode": choose_decode(target, _DECODE, "bf16", "bf16").num_items,
+        "fused prefill": fused_config(target, _CHUNK, 64, "", large_head=False).num_splits,
+        "split prefill": split_config(target, _CHUNK, (0, 16), 16, "").num_splits,
+        "sparse": sparse.choose_splits(target, rows, 1, 128, 2048),
+    }
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx90a", "cuda"])
+def test_a_devices_own_compute_units_decide_how_many_programs_share_keys(name: str) -> None:
+    """A GPU of 20 compute units (a partition of an MI308X), 80, 228 and 304: more units, more programs."""
+    shares = [_shares(replace(TARGETS[name], compute_units=units)) for units in (4, 20, 80)]
+    for family in shares[0]:
+        few, more, most = (share[family] for share in shares)
+        assert few < more <= most, (family, few, more, most)
+    decodes = [
+        _shares(replace(TARGETS[name], compute_units=units))["decode"] for units in (20, 38, 80, 228, 304)
+    ]
+    assert decodes == [units * decodes[0] // 20 for units in (20, 38, 80, 228, 304)]

@@ -107,15 +107,31 @@ def test_nvidia_device(fake_gpu: SimpleNamespace, capability: tuple[int, int], n
     assert device_target(0).name == name
 
 
-@pytest.mark.parametrize(("arch", "units"), [("gfx942", 80), ("gfx942", 304), ("gfx950", 32)])
+# MI300X, MI300A, MI308X, a die of an MI300X and of an MI308X; a die of an MI355X; MI210, a die of an MI250X.
+_UNITS = [("gfx942", units) for units in (304, 228, 80, 38, 20)]
+_UNITS += [("gfx950", 32), ("gfx90a", 104), ("gfx90a", 110)]
+
+
+@pytest.mark.parametrize(("arch", "units"), _UNITS)
 def test_the_compute_units_are_the_devices_own(fake_gpu: SimpleNamespace, arch: str, units: int) -> None:
     fake_gpu.use_amd(arch)
     fake_gpu.units = units
-    target = device_target("cuda:0")
-    assert target.figures is not None
-    assert target.figures.compute_units == units
-    assert (target is TARGETS[arch]) == (units == 304)
-    assert TARGETS["gfx942"].figures.compute_units == 304  # type: ignore[union-attr]
+    target, published = device_target("cuda:0"), TARGETS[arch]
+    assert target.compute_units == units
+    assert target.figures is None or target.figures.compute_units == units
+    assert (target is published) == (units == published.compute_units)
+
+
+def test_a_gpu_without_figures_has_its_own_compute_units(fake_gpu: SimpleNamespace) -> None:
+    fake_gpu.use_nvidia((12, 0))
+    fake_gpu.units = 188
+    assert (device_target(0).compute_units, device_target(0).figures) == (188, None)
+
+
+def test_without_a_device_the_compute_units_are_the_published_ones() -> None:
+    published = {name: target.compute_units for name, target in TARGETS.items() if target.chip}
+    assert published == {"gfx942": 304, "gfx950": 256, "sm90": 132}
+    assert all(t.figures is None or t.figures.compute_units == t.compute_units for t in TARGETS.values())
 
 
 def test_nvidia_device_without_fp8_is_refused(fake_gpu: SimpleNamespace) -> None:

@@ -299,7 +299,7 @@ def choose_config(
     v_parts = parts_of(target, v_format, is_key=block_m >= 64)
     row_blocks = -(-rows // block_m)
     head_programs = shape.num_kv_heads * row_blocks
-    compute_units = target.figures.compute_units if target.figures is not None else 4
+    compute_units = target.compute_units
     slots = max(1, compute_units * _RESIDENT // head_programs)
 
     # A scale per 32 channels takes registers that FP4's configurations do not leave: 598 us against 378 us.

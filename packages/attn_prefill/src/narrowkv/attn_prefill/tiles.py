@@ -33,9 +33,8 @@ def block_m_for(shape: PrefillShape) -> int:
 
 
 def compute_units_of(target: Target) -> int:
-    """Compute units of the target, on a CPU those of gfx942; two where they are not known."""
-    figures = tuned_as(target).figures
-    return figures.compute_units if figures is not None else 2
+    """Compute units of the target, on a CPU those of gfx942."""
+    return tuned_as(target).compute_units
 
 
 def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:

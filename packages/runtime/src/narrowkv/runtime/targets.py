@@ -54,6 +54,8 @@ class Target:
         arch: Triton's architecture: a gfx name, or a compute capability as an int; None if it is not
             fixed.
         figures: hardware figures, or None where no model is offered.
+        compute_units: compute units (AMD) or multiprocessors (NVIDIA) that a configuration is to fill: of the
+            GPU for a target that `device_target` gave, else those that are published for `chip`, or a few.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Target:
     backend: str
     arch: str | int | None
     figures: Figures | None
+    compute_units: int
 
     @property
     def is_amd(self) -> bool:
@@ -101,6 +104,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 backend="hip",
                 arch="gfx942",
                 figures=MI300X,
+                compute_units=MI300X.compute_units,
             ),
             Target(
                 name="gfx950",
@@ -114,6 +118,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 backend="hip",
                 arch="gfx950",
                 figures=MI355X,
+                compute_units=MI355X.compute_units,
             ),
             Target(
                 name="gfx90a",
@@ -127,6 +132,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 backend="hip",
                 arch="gfx90a",
                 figures=None,
+                compute_units=104,  # MI210; a die of an MI250X has 110
             ),
             Target(
                 name="sm90",
@@ -140,6 +146,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 backend="cuda",
                 arch=90,
                 figures=H100,
+                compute_units=H100.compute_units,
             ),
             Target(
                 name="cuda",
@@ -153,6 +160,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 backend="cuda",
                 arch=None,
                 figures=None,
+                compute_units=4,
             ),
             Target(
                 name="cpu",
@@ -166,6 +174,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 backend="",
                 arch=None,
                 figures=None,
+                compute_units=4,
             ),
         )
     }
@@ -189,6 +198,7 @@ COMPILE_ONLY: Mapping[str, Target] = MappingProxyType(
                 backend="hip",
                 arch="gfx1250",
                 figures=None,
+                compute_units=4,
             ),
         )
     }
@@ -274,11 +284,12 @@ def _gpu_target(index: int) -> Target:
         target = _amd_target(str(properties.gcnArchName))
     else:
         target = _nvidia_target((properties.major, properties.minor))
-    if target.figures is None or target.figures.compute_units == properties.multi_processor_count:
-        return target
     # Chips and partitions of one architecture differ in this: an MI308X has 80, an MI300X 304.
-    figures = replace(target.figures, compute_units=properties.multi_processor_count)
-    return replace(target, figures=figures)
+    units = properties.multi_processor_count
+    if target.compute_units == units:
+        return target
+    figures = None if target.figures is None else replace(target.figures, compute_units=units)
+    return replace(target, figures=figures, compute_units=units)
 
 
 def device_target(device: str | int | torch.device) -> Target:

@@ -16,7 +16,6 @@ __all__ = [
     "SparseConfig",
     "choose_config",
     "choose_splits",
-    "compute_units_of",
     "specialised_config",
     "specialised_pays",
 ]
@@ -73,11 +72,6 @@ class SparseConfig:
         )
 
 
-def compute_units_of(target: Target) -> int:
-    """Number of compute units (SMs) of the target; 4 for the interpreter."""
-    return target.figures.compute_units if target.figures is not None else 4
-
-
 def choose_splits(target: Target, config: SparseConfig, programs: int, tiles: int, partial_bytes: int) -> int:
     """The number of programs that share a token's rows.
 
@@ -88,7 +82,7 @@ def choose_splits(target: Target, config: SparseConfig, programs: int, tiles: in
         tiles: tiles that a token has on average.
         partial_bytes: bytes of the partial results of all programs without splits.
     """
-    compute_units = compute_units_of(target)
+    compute_units = target.compute_units
     if programs * 2 > compute_units or tiles < 2:
         return 1
     most = min(compute_units // max(programs, 1), MOST_CHOSEN_SPLITS)

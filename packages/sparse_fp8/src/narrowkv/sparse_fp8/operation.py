@@ -19,7 +19,6 @@ from narrowkv.sparse_fp8.config import (
     MOST_CHOSEN_SPLITS,
     SparseConfig,
     choose_splits,
-    compute_units_of,
     specialised_pays,
 )
 from narrowkv.sparse_fp8.launches import (
@@ -190,7 +189,7 @@ class SparsePlan(SparseSettings):
             for config in (self.portable, self.specialised)
             if config is not None
         )
-        return min(compute_units_of(self.target) // blocks, MOST_CHOSEN_SPLITS * tokens)
+        return min(self.target.compute_units // blocks, MOST_CHOSEN_SPLITS * tokens)
 
     def _attend(
         self,
@@ -216,7 +215,7 @@ class SparsePlan(SparseSettings):
         }  # fmt: skip
         if config.family == "hopper":
             items = programs * splits
-            values |= {"items": items, "programs": min(items, compute_units_of(self.target))}
+            values |= {"items": items, "programs": min(items, self.target.compute_units)}
         if splits > 1 and not self._scratch:
             for name, block in _partial_blocks(splits * tokens * heads).items():
                 self._add_scratch(values, name, block)
