@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from narrowkv.cdna_emulator.matrix import Shape
@@ -350,6 +351,52 @@ def accuracy() -> Chart:
     )
 
 
+# Caches of `benchmarks/engines_transformers.py`.
+GENERATED = {
+    "dynamic-sdpa": ("DynamicCache, SDPA", ORANGE),
+    "dynamic-flash": ("DynamicCache, flash", RED),
+    "static-sdpa": ("StaticCache, SDPA", GREY),
+    "fp8": ("narrowkv, FP8", BLUE),
+    "k8v4": ("narrowkv, K8V4", GREEN),
+    "fp4": ("narrowkv, FP4", GREEN),
+}
+
+
+def generate_cells(name: str) -> dict[tuple[int, int], dict[str, Row]]:
+    """The rows of a file by batch and context, then by cache."""
+    found: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in sorted(rows(name), key=lambda row: (row.get("batch", 0), row.get("context", 0))):
+        if "batch" in row:
+            found.setdefault((row["batch"], row["context"]), {})[row["cache"]] = row
+    return found
+
+
+def generate(name: str) -> list[Chart]:
+    """Generation in transformers: tokens a second beside a DynamicCache, and memory of the largest batch."""
+    cells = generate_cells(name)
+    model = wrap(", ".join(load(name)["shape"].split(", ")[:3]), 66)
+    speed, memory = [], []
+    for (batch, context), found in cells.items():
+        measured = {cache: row for cache, row in found.items() if "step_ms" in row and cache in GENERATED}
+        heading = f"batch {batch}, context {context}"
+        if base := measured.get("dynamic-sdpa"):
+            bars = []
+            for cache, row in measured.items():
+                ratio = row["tokens_per_s"] / base["tokens_per_s"]
+                bars.append(Bar(GENERATED[cache][0], ratio, times(ratio), GENERATED[cache][1]))
+            speed.append(Group(heading, bars))
+        if batch == max(cells)[0] and measured:
+            memory.append(Group(heading, [
+                Bar(GENERATED[cache][0], row["peak_gib"], f"{row['peak_gib']:.1f} GiB", GENERATED[cache][1])
+                for cache, row in measured.items()
+            ]))  # fmt: skip
+    device = load(name)["device"]
+    return [
+        Chart("Tokens a second over DynamicCache, SDPA", [*model, device], speed, mark=(1.0, "")),
+        Chart("Peak memory beside the weights", ["A cache that is not shown does not fit."], memory),
+    ]
+
+
 IMAGES: dict[str, Callable[[], list[Chart]]] = {
     "accuracy": lambda: [accuracy()],
     "summary": lambda: [against_peers(), capacity()],
@@ -358,6 +405,7 @@ IMAGES: dict[str, Callable[[], list[Chart]]] = {
     "prefill": lambda: [prefill()],
     "sparse": lambda: [sparse()],
     "sage": lambda: [sage()],
+    **{path.stem: partial(generate, path.stem) for path in RESULTS.glob("generate-*.json")},
 }
 
 
@@ -464,6 +512,39 @@ def traffic_table() -> str:
             "-" if peer is None else f"{peer['median_us']:.0f}",
         ])  # fmt: skip
     return table(["model", "step", "new tokens", "keys", "call", "us (x floor)", "torch SDPA"], body)
+
+
+def generate_tables() -> str:
+    """Generation in transformers, of every GPU whose file is stored: tokens a second, and memory."""
+    parts = []
+    for name in sorted(path.stem for path in RESULTS.glob("generate-*.json")):
+        shown = [cache for cache in GENERATED if any("batch" in row for row in rows(name, cache=cache))]
+        heads = ["batch", "context", *(GENERATED[cache][0].removeprefix("narrowkv, ") for cache in shown)]
+
+        def lines(cell: Callable[[Row], str], name: str = name, shown: list[str] = shown) -> list[list[str]]:
+            return [
+                [*map(str, shape), *(
+                    "-" if (row := found.get(cache)) is None else
+                    "does not fit" if "skipped" in row else cell(row)
+                    for cache in shown
+                )]
+                for shape, found in generate_cells(name).items()
+            ]  # fmt: skip
+
+        parts += [
+            f"![Generation in transformers, by cache](images/{name}.svg)",
+            "Tokens a second of the batch:",
+            table(heads, lines(lambda row: f"{row['tokens_per_s']:.0f}")),
+            "GiB of the cache, and at the peak of a step:",
+            table(heads, lines(lambda row: f"{row['cache_gib']:.2f}, {row['peak_gib']:.2f}")),
+            *(
+                f"{GENERATED[row['cache']][0]} was not measured: {row['skipped']}"
+                for row in rows(name)
+                if row["cache"] in GENERATED and "batch" not in row
+            ),
+            source_table(name),
+        ]
+    return "\n\n".join(parts) or "No run on a GPU is stored."
 
 
 def capacity_table() -> str:
@@ -750,6 +831,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "amd-goals": goals_table,
     "amd-machines": machines_table,
     "cp-model": cp_model_table,
+    "generate": generate_tables,
     "goals": measured_goals_table,
     "decode": decode_table,
     "fp4": fp4_table,
