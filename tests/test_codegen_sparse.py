@@ -52,6 +52,18 @@ def test_configurations_that_once_spilled_do_not(line: str) -> None:
     compile_case(parse_case(SparseCase, f"lens=16+16,extend=16+16,heads=64,{line}"), "gfx950", lse=True)
 
 
+@pytest.mark.sampled(most=2)
+@both_targets
+@pytest.mark.parametrize("heads", [6, 12, 24, 40, 96, 128])
+@pytest.mark.parametrize(
+    "line", ["mode=16bit,layout=bf16", "mode=decode,layout=bf16", "mode=decode", "layout=record656", "q=fp8"]
+)
+def test_any_number_of_heads_compiles_without_spills(line: str, heads: int, target: str) -> None:
+    """Tiles whose last heads are none of the call's."""
+    case = parse_case(SparseCase, f"lens=16+16,extend=16+16,heads={heads},{line}")
+    compile_case(case, target, lse=True)
+
+
 @pytest.mark.codegen_all
 def _attention(case: SparseCase, target: str) -> KernelCode:
     (code,) = [k for k in map(KernelCode.of, compile_case(case, target, lse=True)) if k.name in ATTENTION]

@@ -49,9 +49,20 @@ def test_products_run_beside_the_other_work(layout: str, sm90_code: Any) -> None
         assert len(re.findall(r"\b(?:STL|LDL)\b", loop)) <= 2
 
 
+@pytest.mark.parametrize("heads", [24, 40])
+@pytest.mark.parametrize("layout", ["bf16", "packed584"])
+def test_a_tile_may_have_more_heads_than_the_call(layout: str, heads: int, sm90_code: Any) -> None:
+    kernel = _compile(layout, heads, sm90_code)
+    many = "_sparse_hopper_kernel" if layout == "bf16" else "_sparse_hopper_fp8_kernel"
+    assert kernel.name == ("_sparse_few_heads_kernel" if heads <= 32 else many)
+    for loop in kernel.product_loops():
+        assert len(re.findall(r"\b(?:STL|LDL)\b", "\n".join(loop))) <= 2  # as with 32 and 64
+
+
+@pytest.mark.parametrize("heads", [6, 12, 16])
 @pytest.mark.parametrize("layout", ["bf16", "packed584", "row512", "split"])
-def test_few_heads_are_not_padded(layout: str, sm90_code: Any) -> None:
-    kernel = _compile(layout, 16, sm90_code)
+def test_few_heads_are_not_padded(layout: str, heads: int, sm90_code: Any) -> None:
+    kernel = _compile(layout, heads, sm90_code)
     assert kernel.name == "_sparse_few_heads_kernel"
     code = kernel.machine_code()
     # QK: 64 rows over 512 columns. PV: 8 times 64 columns over 64 rows. Both of 16 heads, and nothing else.

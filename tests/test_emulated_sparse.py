@@ -39,6 +39,10 @@ CASES = {
     "many heads, splits": "mode=decode,heads=64,lens=300+5,splits=3,sink=1",
     "many heads, FP8 split, two sources": "layout=split,heads=32,lens=70+3,extend=0+130",
     "many heads, FP8 with negative zeros": "heads=32,lens=70,clean=0",
+    # Tiles whose last heads are none of the call's.
+    "12 heads": "mode=decode,heads=12,lens=37+5,splits=2,sink=1",
+    "24 heads": "heads=24,lens=40+3,sink=1",
+    "40 heads": "mode=decode,layout=bf16,heads=40,lens=70+5,splits=2,sink=1",
 }
 SLOW = {
     "fused": "lens=37+0,sink=1",
@@ -54,6 +58,8 @@ SLOW = {
     "many heads, expanded rows, two blocks": "mode=prepass,heads=128,lens=65",
     "many heads, FP8": "heads=64,lens=150+0+1,sink=1",
     "many heads, FP8 row512, two blocks": "layout=row512,heads=128,lens=65,q=fp8",
+    "6 heads": "layout=record656,heads=6,lens=20",
+    "40 heads, FP8": "heads=40,lens=40+3,sink=1",
     "many heads, FNUZ": "heads=64,lens=40,format=fp8_e4m3fnuz",
     "many heads, FNUZ query, two sources": "heads=64,lens=20+70,extend=40+0,q=fp8,format=fp8_e4m3fnuz",
     "many heads, splits, two sources": "mode=decode,layout=bf16,heads=64,lens=150+5,extend=70+0,splits=3",

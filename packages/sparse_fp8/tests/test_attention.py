@@ -19,7 +19,6 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.layouts import LAYOUTS
 from narrowkv.sparse_fp8.operation import SparsePlan
 from narrowkv.testing.agreement import assert_agrees
@@ -83,8 +82,9 @@ def agrees(case, device="cpu", inputs=None, q=None, bound=None, lse_bound=None, 
 
 # ------------------------------------------------------------------------------ ways, sizes, layouts, formats
 
+HEADS = (1, 6, 8, 12, 16, 24, 32, 40, 64, 96, 128)
 CHANGES = {
-    **{f"{n} heads": {"num_qo_heads": n, "prefix_lens": (70, 0)} for n in NUM_HEADS},
+    **{f"{n} heads": {"num_qo_heads": n, "prefix_lens": (70, 0)} for n in HEADS},
     "row lengths": {"num_qo_heads": 8, "prefix_lens": ROW_LENGTHS, "skipped": 0.0},
     "extend only": {"num_qo_heads": 8, "prefix_lens": None, "extend_lens": (TILE + 1, 0)},
     "two sources": {"num_qo_heads": 8, "prefix_lens": (70, 0), "extend_lens": (3, 64)},
@@ -520,9 +520,10 @@ REFUSED = {
     "q in fp32": ("q", TypeError, lambda i: _fused(replace(i, q=i.q.float()))),
     "q of other tokens": ("q", ValueError, lambda i: _fused(replace(i, q=i.q[:1]))),
     "q of another width": ("q", ValueError, lambda i: _fused(replace(i, q=i.q[..., :448]))),
-    "24 heads": ("num_qo_heads", ValueError, lambda i: _fused(replace(i, q=i.q.repeat(1, 2, 1)[:, :24]))),
+    "129 heads": ("1 to 128", ValueError, lambda i: _fused(replace(i, q=i.q.repeat(1, 9, 1)[:, :129]))),
+    "no heads": ("1 to 128", ValueError, lambda i: _fused(replace(i, q=i.q[:, :0]))),
     "q transposed": ("q", ValueError, lambda i: _fused(replace(i, q=i.q.mT.contiguous().mT))),
-    "FP8 q of other rows": ("q", ValueError, lambda i: _fused(replace(i, q=DSV4Rows.quantize(i.q[:, :15])))),
+    "FP8 q of other rows": ("q", ValueError, lambda i: _fused(replace(i, q=DSV4Rows.quantize(i.q[0, :15])))),
     "FP8 q over 16-bit rows": ("q", TypeError, lambda i: _wide(replace(BF16, q=DSV4Rows.quantize(i.q)))),
     "sink of other heads": ("attn_sink", ValueError, lambda i: _fused(i, attn_sink=i.attn_sink[:8])),
     "sink in bf16": ("attn_sink", TypeError, lambda i: _fused(i, attn_sink=i.attn_sink.bfloat16())),

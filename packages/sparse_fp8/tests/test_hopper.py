@@ -47,7 +47,9 @@ def test_it_is_taken_where_it_was_measured_to_be_faster():
 
 
 @pytest.mark.parametrize("kernel", ["16bit", "fused"])
-@pytest.mark.parametrize(("heads", "block"), [(8, 16), (16, 16), (32, 32), (64, 64)])
+@pytest.mark.parametrize(
+    ("heads", "block"), [(1, 16), (8, 16), (12, 16), (16, 16), (24, 32), (32, 32), (40, 64), (64, 64)]
+)
 def test_few_heads_have_a_kernel_that_pads_none(kernel, heads, block):
     few = _takes_hopper(kernel=kernel, num_heads=heads)
     assert few.block_h == block
@@ -121,7 +123,7 @@ def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS_OF_SPECIALISED)
-@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("heads", [6, 8, 12, 16, 24, 32, 40, 64, 128])
 def test_it_agrees_with_the_reference(way, heads, monkeypatch):
     if device_target("cuda").name != "sm90":
         pytest.skip("needs a Hopper GPU")

@@ -107,9 +107,9 @@ REFUSED: dict[str, tuple[str, Callable[[SparsePlan, SparseInputs], Any]]] = {
         lambda plan, i: sparse_prefill(i.q, i.prefix, i.extend, sm_scale=1.0, plan=plan),
     ),
     "one maximum": ("both be given or both be None", lambda plan, i: _plan(i, max_num_tokens=3)),
-    "three heads": (
-        "num_qo_heads must be one of",
-        lambda plan, i: plan_sparse(num_qo_heads=3, prefix=RowsFormat("bf16"), device="cpu"),
+    "129 heads": (
+        "num_qo_heads must be at most 128",
+        lambda plan, i: plan_sparse(num_qo_heads=129, prefix=RowsFormat("bf16"), device="cpu"),
     ),
     "FP8 rows to the kernel of 16-bit rows": (
         "must be a bf16 or fp16 tensor here",

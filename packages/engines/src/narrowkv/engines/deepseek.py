@@ -86,7 +86,7 @@ def attend_to_rows(
     """Attention of tokens `[tokens, heads, 512]` to the rows of one or two sources, as a decode or a prefill.
 
     Args:
-        q: bf16 or fp16; 8, 16, 32, 64 or 128 heads.
+        q: bf16 or fp16; 1 to 128 heads.
         source, extra: rows and lists.
         attn_sink: `[heads]` fp32.
         sm_scale: of the logits; None for `512 ** -0.5`.

@@ -35,8 +35,7 @@ def sparse_prefill(
     V is K, all 512 columns, shared by all heads; both sources go through one softmax.
 
     Args:
-        q: `[num_tokens, num_qo_heads, 512]`, bf16 or fp16, last dimension contiguous; heads 8, 16, 32, 64
-            or 128.
+        q: `[num_tokens, num_qo_heads, 512]`, bf16 or fp16, last dimension contiguous; 1 to 128 heads.
         prefix: rows of a page-size-1 pool, in the dtype of q; None if there are none.
         extend: rows of this forward's own KV; None if there are none.
         attn_sink: `[num_qo_heads]` fp32, a logit with value 0 in the denominator; -inf for none.

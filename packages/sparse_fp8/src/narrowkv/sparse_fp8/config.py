@@ -12,7 +12,7 @@ from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, RowLayout
 
 __all__ = [
-    "NUM_HEADS",
+    "MOST_HEADS",
     "SparseConfig",
     "choose_config",
     "choose_splits",
@@ -20,7 +20,7 @@ __all__ = [
     "specialised_pays",
 ]
 
-NUM_HEADS = (8, 16, 32, 64, 128)
+MOST_HEADS = 128
 # Splits are the second dimension of the grid, which is limited to 16 bits on some targets.
 MOST_SPLITS = 65535
 MOST_CHOSEN_SPLITS = 64
@@ -70,6 +70,16 @@ class SparseConfig:
             f"{self.kernel}{where}: {self.block_h} heads x {self.block_k} rows a tile, "
             f"{self.options.num_warps} warps{qk}"
         )
+
+
+def head_block(num_heads: int) -> int:
+    """Heads of a program's tile, of which the last ones may be none of the call's.
+
+    A matrix instruction takes 16 of them. Above 16, one tile for all heads is faster than several that each
+    load and widen the rows: by the model (see `modes`) 40 heads over 16-bit rows take 143 clocks of a
+    compute unit for a row on gfx942 in a tile of 64, 264 in two of 32 and 564 in three of 16.
+    """
+    return 16 if num_heads <= 16 else 32 if num_heads <= 32 else 64
 
 
 def choose_splits(target: Target, config: SparseConfig, programs: int, tiles: int, partial_bytes: int) -> int:
@@ -135,7 +145,7 @@ def _hopper_tiles(kernel: str, num_heads: int, fine_scales: bool) -> _Tiles:
     # H100, 32 heads over FP8 rows: with 512, 128, 32 and 8 tokens 304, 85, 43 and 30, the kernel for 64 heads
     # 296, 85, 47 and 35.
     # With scales for 32 columns, 128 tokens, 32 heads: 108, and 93 in the kernel for 64.
-    block_h = max(16, num_heads)
+    block_h = head_block(num_heads)
     if block_h > (16 if fine_scales else 32):
         return _HOPPER_TILES[kernel]
     # Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4.
@@ -149,7 +159,7 @@ def few_heads_registers(block_h: int, is_fp8: bool) -> tuple[int, int]:
     return (128, 128) if block_h == 16 else (104, 112)
 
 
-def _cdna_tiles(target: Target, kernel: str, num_heads: int) -> _Tiles:
+def _cdna_tiles(target: Target, kernel: str, num_heads: int, two_sources: bool) -> _Tiles:
     """Tiles of `kernels/cdna.py`, by the timing model: the loop's useful TFLOP/s with 8 waves.
 
     Names are scheduling strategies of LLVM.
@@ -161,12 +171,16 @@ def _cdna_tiles(target: Target, kernel: str, num_heads: int) -> _Tiles:
       max-ilp (without 553, iterative-ilp spills, 32 rows 595; portable 264).
     - Under Triton 3.8 FP8 rows on gfx942 take iterative-ilp: with max-ilp up to 32 registers spill.
     - 32 heads: gfx942 370 and 312, gfx950 510 and 488. With 16 heads the portable kernel is as fast.
+    - gfx950, more than 64 heads over two sources of 16-bit rows: tiles of 64 rows spill up to 13 registers,
+      those of 32, whose loop takes 1.16 times as long, none.
     """
-    heads = min(64, num_heads)
+    heads = head_block(num_heads)
     fp8, gfx950 = kernel == "fused", target.name == "gfx950"
     max_ilp = fp8 and TRITON >= (3, 9)
     attrs = f"amdgpu-sched-strategy={'max-ilp' if max_ilp else 'iterative-ilp'}"
     options = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=attrs)
+    if gfx950 and not fp8 and num_heads > 64 and two_sources:
+        return _Tiles(heads, 32, options, stages=3)
     return _Tiles(heads, 64 if gfx950 else 32, options, stages=2 if gfx950 else 1)
 
 
@@ -238,17 +252,19 @@ def specialised_pays(config: SparseConfig, tiles: int) -> bool:
 
 
 def specialised_config(
-    target: Target, *, kernel: str, num_heads: int, layouts: Sequence[RowLayout] = ()
-) -> SparseConfig | None:
+    target: Target, *, kernel: str, num_heads: int, layouts: Sequence[RowLayout] = (),
+    two_sources: bool = False,
+) -> SparseConfig | None:  # fmt: skip
     """The configuration of the kernel for the target's family, for calls that it can read; else None.
 
-    `layouts`: those of quantised rows that it reads.
+    `layouts`: those of quantised rows that it reads. `two_sources`: whether calls have both sources.
     """
     fine_scales = any(layout.group < 64 for layout in layouts)
-    if target.name in ("gfx942", "gfx950") and num_heads >= 32:
+    if target.name in ("gfx942", "gfx950") and head_block(num_heads) >= 32:
         if target.name == "gfx950" and kernel == "fused" and TRITON < (3, 9):
             return None  # Triton 3.8 spills vector registers beside the barrier that its code needs
-        return _config(kernel, _cdna_tiles(target, kernel, num_heads), fp8_qk=False, family="cdna")
+        tiles = _cdna_tiles(target, kernel, num_heads, two_sources)
+        return _config(kernel, tiles, fp8_qk=False, family="cdna")
     if target.name != "sm90" or target.figures is None:
         return None
     # The kernels for Hopper take a query in bf16.
@@ -269,7 +285,7 @@ def choose_config(
         fp16_query: whether the query is in fp16.
         layouts: those of a fused kernel's quantised rows.
     """
-    block_h = max(16, min(64, num_heads))
+    block_h = head_block(num_heads)
     if target.is_amd:
         v4_rows = all(layout.quantized < HEAD_DIM for layout in layouts)
         tiles, fp8_qk = _amd_tiles(target, kernel, block_h, fp16_query, v4_rows), False

@@ -6,7 +6,7 @@ import torch
 
 from narrowkv.runtime.errors import UnsupportedError, check_dtype, check_shape
 from narrowkv.sparse_fp8.binding import RowsFormat
-from narrowkv.sparse_fp8.config import NUM_HEADS
+from narrowkv.sparse_fp8.config import MOST_HEADS
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, ROPE_DIM
 from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 
@@ -106,14 +106,14 @@ def num_heads_of(q: torch.Tensor | DSV4Rows, tokens: int, num_qo_heads: int | No
     if isinstance(q, DSV4Rows):
         heads = query_heads(q, tokens, num_qo_heads)
         spare = q.num_rows - heads * tokens
-        if heads not in NUM_HEADS or not 0 <= spare < (1 if num_qo_heads is None else q.page_size):
+        if not 1 <= heads <= MOST_HEADS or not 0 <= spare < (1 if num_qo_heads is None else q.page_size):
             raise ValueError(
-                f"q must hold num_tokens * num_qo_heads rows, num_qo_heads one of {NUM_HEADS}, for {tokens} "
-                f"tokens; got {q.num_rows} rows and num_qo_heads={num_qo_heads}"
+                f"q must hold num_tokens * num_qo_heads rows, num_qo_heads from 1 to {MOST_HEADS}, for "
+                f"{tokens} tokens; got {q.num_rows} rows and num_qo_heads={num_qo_heads}"
             )
         return heads
-    if q.shape[1] not in NUM_HEADS:
-        raise ValueError(f"q must have num_qo_heads in {NUM_HEADS}, got {q.shape[1]}")
+    if not 1 <= q.shape[1] <= MOST_HEADS:
+        raise ValueError(f"q must have 1 to {MOST_HEADS} heads, got {q.shape[1]}")
     if num_qo_heads not in (None, q.shape[1]):
         raise ValueError(f"num_qo_heads must be {q.shape[1]} as q has it, got {num_qo_heads}")
     return q.shape[1]

@@ -176,7 +176,7 @@ def choose_mode(
     if target.is_nvidia:
         return _choose_on_nvidia(q, query, sources, target, heads)
     in_software = [rows.format for rows in formats if route_of(target, rows) == BITS]
-    if target.is_amd and in_software and (heads < 32 or target.name == "gfx950"):
+    if target.is_amd and in_software and (heads <= 16 or target.name == "gfx950"):
         return ModeChoice(
             "prepass",
             f"{target.name} converts these {in_software[0]} bytes in software, so each row once and not each "

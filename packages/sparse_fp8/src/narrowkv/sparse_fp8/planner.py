@@ -14,7 +14,7 @@ from narrowkv.runtime.launch import Workspace, active_target, executor, is_compi
 from narrowkv.runtime.operation import Bounded
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
-from narrowkv.sparse_fp8.config import MOST_SPLITS, NUM_HEADS, choose_config, specialised_config
+from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS, choose_config, specialised_config
 from narrowkv.sparse_fp8.formats import QUERY_FORMATS, check_formats, num_heads_of, query_format
 from narrowkv.sparse_fp8.launches import route_of
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
@@ -47,7 +47,7 @@ def plan_sparse(
     """Plans sparse attention from formats and a device, before there are tensors.
 
     Args:
-        num_qo_heads: query heads: 8, 16, 32, 64 or 128.
+        num_qo_heads: query heads, 1 to 128.
         prefix, extend: how the rows of each source are stored, `RowsFormat` (of rows that are there:
             `KVSource.bound.format`); None for a source that is absent.
         query: "bf16" or "fp16", or the `RowsFormat` of a query in `DSV4Rows`.
@@ -76,8 +76,8 @@ def plan_sparse(
         >>> plan.mode, plan.workspace_bytes() <= plan.workspace.num_bytes
         ('fused', True)
     """
-    if num_qo_heads not in NUM_HEADS:
-        raise ValueError(f"num_qo_heads must be one of {NUM_HEADS}, got {num_qo_heads!r}")
+    if check_positive_int("num_qo_heads", num_qo_heads) > MOST_HEADS:
+        raise ValueError(f"num_qo_heads must be at most {MOST_HEADS}, got {num_qo_heads}")
     check_choice("mode", mode, ("auto", "16bit", "fused", "prepass"))
     formats = {"prefix": prefix, "extend": extend}
     if not isinstance(query, str):
@@ -218,7 +218,9 @@ def _make_plan(
         fp8_qk = len(kinds) == 1 and v4_rows and route_of(target, query) != BITS
     specialised = None
     if compiled and not batch_invariant and suits_specialised(mode, target, query, prefix, extend):
-        specialised = specialised_config(target, kernel=kernel, num_heads=num_heads, layouts=layouts)
+        specialised = specialised_config(
+            target, kernel=kernel, num_heads=num_heads, layouts=layouts, two_sources=len(rows) > 1
+        )
     return SparsePlan(
         mode=mode,
         target=target,

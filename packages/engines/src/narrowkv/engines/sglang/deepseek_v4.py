@@ -88,7 +88,7 @@ def flash_mla_with_kvcache(
     """Attention of tokens to rows of one or two paged caches, by SGLang's names of arguments.
 
     Args:
-        q: `[batch, tokens, num_qo_heads, 512]`, bf16; 8, 16, 32, 64 or 128 heads.
+        q: `[batch, tokens, num_qo_heads, 512]`, bf16; 1 to 128 heads.
         k_cache: `[pages, page_size, 1, bytes]`, FP8 or bytes, pages padded or not; 584 bytes a token
             (DeepSeek-V4), 528 (V4.1) or 288 (V4.1 in NVFP4).
         indices: `[batch, tokens, width]` int32 rows of `k_cache`; -1 is skipped.

@@ -64,7 +64,7 @@ def attend(
 
     Args:
         module: the attention module.
-        query: `[batch, num_qo_heads, tokens, 512]`, bf16 or fp16; 8, 16, 32, 64 or 128 heads.
+        query: `[batch, num_qo_heads, tokens, 512]`, bf16 or fp16; 1 to 128 heads.
         key, value: the same tensor, `[batch, 1, keys, 512]`.
         attention_mask: `[batch or 1, 1, tokens, keys]`, 0 for keys that a token sees, else negative.
         scaling: of the logits; default `512 ** -0.5`.

@@ -44,7 +44,7 @@ def rocm_sparse_attn_decode(
     """A decode step's attention, by vLLM's names of arguments.
 
     Args:
-        q: `[tokens, num_qo_heads, 512]`; 8, 16, 32, 64 or 128 heads.
+        q: `[tokens, num_qo_heads, 512]`; 1 to 128 heads.
         kv_cache: compressed rows, OCP: `[blocks, block_size, bytes]`, 584 bytes a token (V4), 528 (V4.1) or
             288 (V4.1 in NVFP4); not read with `swa_only`.
         swa_k_cache: rows of the window, in the FP8 format of the device; pages like those of `kv_cache`.

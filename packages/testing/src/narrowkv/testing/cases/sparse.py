@@ -273,7 +273,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "spread": (0.0, 20.0),
     "sink": (True,),
     "prefix_lens": ((0,), (1, 63), (64, 65), (127, 128, 129), (256,)),
-    "num_qo_heads": (8, 32, 64, 128),
+    "num_qo_heads": (1, 6, 8, 12, 24, 32, 40, 64, 96, 128),
     "skipped": (0.0, 0.5, 1.0),
 }
 
@@ -295,7 +295,8 @@ def full() -> Iterator[SparseCase]:
         SparseCase(q="fp8"),
         SparseCase(mode="decode"),
     ]
-    for way, lens, heads, skipped in product(ways, AXES["prefix_lens"], (16, 32, 64, 128), AXES["skipped"]):
+    many = (12, 16, 24, 32, 40, 64, 128)
+    for way, lens, heads, skipped in product(ways, AXES["prefix_lens"], many, AXES["skipped"]):
         yield replace(way, prefix_lens=lens, num_qo_heads=heads, skipped=skipped, sink=True)
 
 
@@ -329,7 +330,7 @@ def shipped(*, two_sources: bool = True) -> list[SparseCase]:
         SparseCase(mode="decode", q="fp8"),
         SparseCase(mode="decode", layout="split512"),
     ]
-    # 8 heads are padded to 16; 128 are two programs of 64.
+    # 12 heads are padded to 16 and 40 to 64; 128 are two programs of 64.
     cases = [replace(way, num_qo_heads=heads) for way in ways for heads in (16, 32, 64)]
     # The kernel that widens rows does not depend on the number of heads.
     cases += [replace(way, mode="prepass", num_qo_heads=64) for way in ways if way.mode == "fused"]
