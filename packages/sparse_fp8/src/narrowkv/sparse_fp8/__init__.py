@@ -14,6 +14,14 @@ import narrowkv.runtime.toolchain  # first: it says how to get Triton
 import narrowkv.sparse_fp8.torch_ops  # noqa: F401  # torch.ops.narrowkv.sparse_*
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.binding import RowsFormat
+from narrowkv.sparse_fp8.indexer import (
+    IndexKeys,
+    IndexKeysFormat,
+    IndexLogitsPlan,
+    index_logits,
+    index_logits_reference,
+    plan_index_logits,
+)
 from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window
 from narrowkv.sparse_fp8.layouts import packed_page_stride
 from narrowkv.sparse_fp8.modes import ModeChoice, choose_mode
@@ -29,6 +37,9 @@ from narrowkv.sparse_fp8.sources import KVSource
 
 __all__ = [
     "DSV4Rows",
+    "IndexKeys",
+    "IndexKeysFormat",
+    "IndexLogitsPlan",
     "KVSource",
     "ModeChoice",
     "RowsFormat",
@@ -37,7 +48,10 @@ __all__ = [
     "compressed_topk",
     "concat_csr",
     "csr_from_topk",
+    "index_logits",
+    "index_logits_reference",
     "packed_page_stride",
+    "plan_index_logits",
     "plan_sparse",
     "sliding_window",
     "sparse_decode",

@@ -1,0 +1,82 @@
+"""Tile sizes and compiler options of the indexer's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrowkv.quant.device import BITS, NATIVE, widen_route
+from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.targets import Target, least_columns
+from narrowkv.sparse_fp8.indexer.keys import IndexKeysFormat
+
+__all__ = ["LogitsConfig", "choose_logits_config", "columns_of_program"]
+
+_COMPUTE_UNITS = 132  # where a target has no figures
+_PROGRAMS_PER_UNIT = 16
+_MOST_COLUMNS = 2048  # of a program
+
+
+@dataclass(frozen=True)
+class LogitsConfig:
+    """How `index_logits` divides its work.
+
+    Attributes:
+        block_n: keys of a tile.
+        block_h: heads of a product, padded.
+        block_t: tokens of a program.
+        route: "native" or "bits"; see `narrowkv.quant.device`.
+        options: compiler options.
+    """
+
+    block_n: int
+    block_h: int
+    block_t: int
+    route: str
+    options: LaunchOptions
+
+    def explain(self) -> str:
+        """The configuration in words."""
+        products = "FP8 products" if self.route == NATIVE else "products of float16"
+        return (
+            f"{products}, tiles of {self.block_n} keys, {self.block_t} tokens a program, "
+            f"{self.options.num_warps} warps, {self.options.num_stages} stages"
+        )
+
+
+def choose_logits_config(
+    target: Target, *, num_heads: int, query: str, keys: IndexKeysFormat, q_len: int
+) -> LogitsConfig:
+    """The configuration for a target, heads and formats.
+
+    Args:
+        target: what it is for.
+        num_heads: index heads.
+        query: format of the queries.
+        keys: how the keys are stored.
+        q_len: tokens of a sequence over pages; of keys without pages, tokens that may share a program.
+    """
+    native = query == keys.format and widen_route(target, query) == NATIVE
+    route = NATIVE if native else BITS
+    # The product of a tile of keys with one token's heads is in registers, and the queries of all tokens.
+    most = 2 if num_heads <= 64 and keys.head_dim <= 128 else 1
+    block_t = max(each for each in range(1, most + 1) if q_len % each == 0)
+    block_n, options = 64, LaunchOptions()
+    if target.is_amd:
+        block_n = 128 if native and block_t == 1 else 64
+        options = LaunchOptions(num_warps=4, num_stages=2, matrix_instr_nonkdim=16)
+    elif target.is_nvidia:
+        # Widened keys take twice the registers.
+        block_n, block_t = 128, block_t if native else 1
+        options = LaunchOptions(num_warps=4 if native else 8, num_stages=3)
+    block_h = max(16, least_columns(target, block_n), 1 << (num_heads - 1).bit_length())
+    return LogitsConfig(block_n, block_h, block_t, route, options)
+
+
+def columns_of_program(target: Target, block_n: int, token_blocks: int, num_columns: int) -> int:
+    """Columns of a program: enough programs to fill the chip several times, and a power of two of tiles."""
+    units = _COMPUTE_UNITS if target.figures is None else target.figures.compute_units
+    wanted = token_blocks * num_columns // (units * _PROGRAMS_PER_UNIT)
+    columns = block_n
+    while columns * 2 <= min(wanted, _MOST_COLUMNS):
+        columns *= 2
+    return columns

@@ -1,0 +1,1 @@
+"""Triton kernels of the indexer; they know nothing of validation, planning or the reference."""

@@ -1,0 +1,78 @@
+"""The indexer in plain torch and fp64: what the kernels are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowkv.quant import decode
+from narrowkv.sparse_fp8.indexer.keys import IndexKeys
+
+__all__ = ["index_logits_reference", "index_topk_reference"]
+
+
+def index_logits_reference(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: IndexKeys,
+    *,
+    starts: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    num_columns: int | None = None,
+) -> torch.Tensor:
+    """`index_logits` in fp64, from the numbers that the kernels read; see there."""
+    queries, scales = decode(q).double(), weights.double()
+    numbers = keys.dequantize(torch.float64)
+    if not keys.is_paged:
+        assert starts is not None
+        assert ends is not None
+        column = torch.arange(keys.num_pages, device=q.device)
+        inside = (column >= starts[:, None]) & (column < ends[:, None])
+        return _logits(queries, scales, numbers).masked_fill(~inside, -torch.inf)
+    assert block_table is not None
+    assert seq_lens is not None
+    batch, max_pages = block_table.shape
+    page_size = keys.stored.page_size
+    capacity, q_len = max_pages * page_size, q.shape[0] // max(batch, 1)
+    width = capacity if num_columns is None else num_columns
+    out = torch.full((q.shape[0], width), -torch.inf, dtype=torch.float64, device=q.device)
+    column = torch.arange(min(width, capacity), device=q.device)
+    for token in range(q.shape[0]):
+        seq = token // q_len
+        length = int(seq_lens[seq].clamp(0, capacity)) - q_len + 1 + token % q_len
+        pages = block_table[seq].long()[column // page_size]
+        good = (column < length) & (pages >= 0) & (pages < keys.num_pages)
+        if bool(good.any()):
+            chosen = numbers[pages[good], column[good] % page_size]
+            row = _logits(queries[token : token + 1], scales[token : token + 1], chosen)[0]
+            out[token, column[good]] = row
+    return out
+
+
+def _logits(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """fp64 `[num_tokens, num_keys]`; a product that is NaN counts as 0."""
+    products = torch.einsum("thd,nd->thn", q, keys)
+    return torch.einsum("thn,th->tn", torch.where(products > 0, products, 0.0), weights)
+
+
+def index_topk_reference(
+    logits: torch.Tensor,
+    topk: int,
+    *,
+    starts: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`index_topk` by a stable sort; see there. Columns are not mapped to rows."""
+    columns = logits.shape[1]
+    at = torch.arange(columns, device=logits.device)
+    inside = logits > -torch.inf
+    if starts is not None:
+        inside &= at >= starts[:, None]
+    if ends is not None:
+        inside &= at < ends[:, None]
+    ranked = torch.where(inside, logits, -torch.inf)
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    chosen = torch.where(inside.gather(1, order), order, columns).sort(-1).values
+    chosen = torch.where(chosen < columns, chosen, -1).to(torch.int32)
+    return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[1]), value=-1)

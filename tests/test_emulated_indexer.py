@@ -1,0 +1,54 @@
+"""The indexer's own gfx942 and gfx950 machine code, run on the CPU, against the fp64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from generated_code import both_targets
+
+from narrowkv.testing.cases import parse_case
+from narrowkv.testing.cases.indexer import IndexCase, quick
+from narrowkv.testing.checking import run_case
+from narrowkv.testing.emulation import emulating
+
+CASES = {
+    "packed": "lens=130+5",
+    "FNUZ": "lens=70+5,q=fp8_e4m3fnuz,format=fp8_e4m3fnuz",
+    "rows": "layout=rows,lens=70+5+0",
+    "shuffled": "layout=shuffled,lens=70",
+    "several tokens": "lens=70+1,q_len=4,heads=32",
+    "two formats": "lens=20,q=fp8_e4m3fnuz",
+}
+
+
+@pytest.mark.sampled(most=4)
+@both_targets
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
+    case = parse_case(IndexCase, CASES[name])
+    result = run_case(case, context=lambda: emulating(target, detect_hazards=True))
+    assert result.passed, result.detail
+    assert result.error is not None
+    assert result.error.relative_l1 < 1e-5, "FP8 products are exact, and sums are in fp32"
+
+
+@pytest.mark.sampled(most=1)
+@both_targets
+def test_a_wrong_scale_is_caught(target: str) -> None:
+    """A key's scale off by a factor of two in the bytes that the code reads, not in the reference's."""
+    case = IndexCase(layout="rows", lens=(40,))
+    right, wrong = case.inputs(), case.inputs()
+    wrong.tensors.keys.scale[3] *= 2
+    with emulating(target):
+        logits = wrong.logits()
+    expected, outside = right.reference()
+    differs = ~torch.isclose(logits, expected, rtol=1e-4, atol=1e-5) & (outside == 0)
+    assert differs.nonzero().tolist() == [[0, 3]]
+
+
+@pytest.mark.slow
+@both_targets
+@pytest.mark.parametrize("case", list(quick()), ids=str)
+def test_every_value_of_every_axis(case: IndexCase, target: str) -> None:
+    result = run_case(case, context=lambda: emulating(target))
+    assert result.passed, result.detail
