@@ -11,7 +11,6 @@ from narrowkv.sparse_fp8.indexer.keys import IndexKeysFormat
 
 __all__ = ["LogitsConfig", "choose_logits_config", "columns_of_program"]
 
-_COMPUTE_UNITS = 132  # where a target has no figures
 _PROGRAMS_PER_UNIT = 16
 _MOST_COLUMNS = 2048  # of a program
 
@@ -74,7 +73,7 @@ def choose_logits_config(
 
 def columns_of_program(target: Target, block_n: int, token_blocks: int, num_columns: int) -> int:
     """Columns of a program: enough programs to fill the chip several times, and a power of two of tiles."""
-    units = _COMPUTE_UNITS if target.figures is None else target.figures.compute_units
+    units = target.compute_units
     wanted = token_blocks * num_columns // (units * _PROGRAMS_PER_UNIT)
     columns = block_n
     while columns * 2 <= min(wanted, _MOST_COLUMNS):
