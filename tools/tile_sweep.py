@@ -156,7 +156,7 @@ def measured_rows(group: tuple[str, str, int, str, bool]) -> list[Row]:
 def _most_telling_first(tiles: list[Tile]) -> list[Tile]:
     """Each tile once, then once for each head_dim, then for each format."""
     seen: Counter[tuple[Any, ...]] = Counter()
-    ranked = []
+    ranked: list[tuple[int, int, Tile]] = []
     for tile in tiles:
         once, of_head_dim = (tile.operation, tile.tiles), (tile.operation, tile.tiles, tile.head_dim)
         ranked.append(((seen[once] > 0) + (seen[of_head_dim] > 0), len(ranked), tile))
