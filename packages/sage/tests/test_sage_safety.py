@@ -157,7 +157,7 @@ def test_results_overlap_neither_quantised_keys_nor_each_other() -> None:
     out = torch.empty_like(Q)
     for results, message in (
         ({"out": torch.empty(0, dtype=Q.dtype).set_(kv.k.untyped_storage(), 0, Q.shape)}, "out .* with k"),
-        ({"out": out, "lse": torch.empty(0).set_(out.untyped_storage(), 0, Q.shape[:-1])}, "lse .* with o"),
+        ({"out": out, "lse": torch.empty(0).set_(out.untyped_storage(), 0, Q.shape[:-1])}, "out .* with lse"),
     ):
         with pytest.raises(ValueError, match=message.replace(".*", "must not share memory")):
             plan.attend(Q, kv, **results)

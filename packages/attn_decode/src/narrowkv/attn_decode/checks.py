@@ -7,11 +7,9 @@ import torch
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_table
-from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
-from narrowkv.runtime.checks import OUT_DTYPES
 from narrowkv.runtime.errors import (
     UnsupportedError,
     check_descale_float,
@@ -19,13 +17,10 @@ from narrowkv.runtime.errors import (
     check_dtype,
     check_instance,
     check_last_dim_contiguous,
-    check_no_grad,
-    check_no_overlap,
     check_same_device,
     check_shape,
     check_tensor,
 )
-from narrowkv.runtime.launch.tracing import wide_dtype
 
 
 def check_classes(q: object, cache: object, page_table: object, **optional: object) -> None:
@@ -77,58 +72,6 @@ def check_transform(transform: KeyTransform | None, q: torch.Tensor) -> None:
             f"q must be bf16 or fp16 for a cache with a key_transform, got {q.dtype}: pass q as it was "
             "before it was quantised"
         )
-
-
-def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    """Refuses sinks of another shape, dtype or device."""
-    if sinks is not None:
-        check_dtype("sinks", sinks, OUT_DTYPES)
-        check_shape("sinks", sinks, (q.shape[1],))
-        check_last_dim_contiguous("sinks", sinks)
-        check_same_device(q=q, sinks=sinks)
-
-
-def check_lse(q: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Refuses a caller's log-sum-exp of another shape, dtype or device."""
-    if lse is not None:
-        check_dtype("lse", lse, (torch.float32,))
-        check_shape("lse", lse, tuple(q.shape[:2]))
-        check_last_dim_contiguous("lse", lse)
-        check_same_device(q=q, lse=lse)
-        check_no_grad(lse=lse)
-
-
-def check_out(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
-    """The output's dtype, once the caller's output is checked."""
-    if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype}")
-    if out is None:
-        return out_dtype or wide_dtype(q)
-    check_dtype("out", out, OUT_DTYPES if out_dtype is None else (out_dtype,))
-    check_shape("out", out, tuple(q.shape))
-    check_same_device(q=q, out=out)
-    check_last_dim_contiguous("out", out)
-    check_no_grad(out=out)
-    return out.dtype
-
-
-def refuse_overlap(
-    out: torch.Tensor | None, lse: torch.Tensor | None, q: torch.Tensor, cache: PagedKVCache,
-    page_table: PageTable, sinks: torch.Tensor | None, q_descale: float | torch.Tensor,
-) -> None:  # fmt: skip
-    """Refuses results that overlap themselves, each other or an input."""
-    inputs = {
-        "q": q, "k": cache.k, "v": cache.v, "sinks": sinks, "q_descale": q_descale,
-        "k_descale": cache.k_descale, "v_descale": cache.v_descale, "page_ids": page_table.page_ids,
-        "seq_lens": page_table.seq_lens,
-        "kv_indptr": page_table.kv_indptr, "kv_last_page_len": page_table.kv_last_page_len,
-        "key_ranges": page_table.key_ranges, "tree_mask": page_table.tree_mask,
-        **transform_tensors(cache.key_transform),
-    }  # fmt: skip
-    if out is not None:
-        check_no_overlap("out", out, **inputs, lse=lse)
-    if lse is not None:
-        check_no_overlap("lse", lse, **inputs)
 
 
 def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) -> DecodeShape:

@@ -8,20 +8,24 @@ from functools import lru_cache
 import torch
 
 from narrowkv.attn_decode.kernels import States, _merge_states_kernel
-from narrowkv.runtime.checks import OUT_DTYPES
+from narrowkv.runtime.checks import (
+    OUT_DTYPES,
+    check_device,
+    check_lse,
+    check_out,
+    check_out_dtype,
+    check_sinks,
+    refuse_overlap,
+)
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
     check_last_dim_contiguous,
     check_no_grad,
-    check_no_overlap,
-    check_same_device,
     check_shape,
 )
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions
 from narrowkv.runtime.launch.tracing import traceable
-
-_SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @traceable
@@ -72,27 +76,20 @@ def merge_states(
     num_states, num_tokens, num_heads, head_dim = o.shape
     if num_states == 0:
         raise ValueError("o must have at least one state, got 0")
-    if sinks is not None:
-        check_dtype("sinks", sinks, _SINK_DTYPES)
-        check_shape("sinks", sinks, (num_heads,))
-        check_last_dim_contiguous("sinks", sinks)
-    check_same_device(o=o, lse=lse, sinks=sinks, out=out, lse_out=lse_out)
-    check_no_grad(o=o, lse=lse, sinks=sinks, out=out, lse_out=lse_out)
-    if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype}")
+    check_device("lse", lse, o.device, "o")
+    check_sinks(sinks, num_heads, o.device, like="o")
+    check_no_grad(o=o, lse=lse)
+    check_out_dtype(out_dtype)
+    shape = (num_tokens, num_heads, head_dim)
+    if out is not None:
+        check_out(out, shape, OUT_DTYPES if out_dtype is None else (out_dtype,), o.device, "o")
+    if lse_out is not None:
+        check_lse(lse_out, shape[:2], o.device, name="lse_out", like="o", any_strides=True)
+    refuse_overlap(out, lse_out, {"o": o, "lse": lse, "sinks": sinks}, "lse_out")
     if out is None:
-        out = torch.empty(o.shape[1:], dtype=out_dtype or o.dtype, device=o.device)
-    else:
-        check_dtype("out", out, OUT_DTYPES if out_dtype is None else (out_dtype,))
-        check_shape("out", out, (num_tokens, num_heads, head_dim))
-        check_last_dim_contiguous("out", out)
-        check_no_overlap("out", out, o=o, lse=lse, sinks=sinks, lse_out=lse_out)
+        out = torch.empty(shape, dtype=out_dtype or o.dtype, device=o.device)
     if lse_out is None:
-        lse_out = torch.empty(lse.shape[1:], dtype=torch.float32, device=o.device)
-    else:
-        check_dtype("lse_out", lse_out, (torch.float32,))
-        check_shape("lse_out", lse_out, (num_tokens, num_heads))
-        check_no_overlap("lse_out", lse_out, o=o, lse=lse, sinks=sinks)
+        lse_out = torch.empty(shape[:2], dtype=torch.float32, device=o.device)
     launch_merge(o, lse, sinks, out, lse_out, lse_base=lse_base)
     return out, lse_out
 

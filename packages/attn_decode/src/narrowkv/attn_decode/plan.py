@@ -10,13 +10,9 @@ import torch
 
 from narrowkv.attn_decode.checks import (
     check_classes,
-    check_lse,
-    check_out,
-    check_sinks,
     check_values,
     decode_shape,
     fold_q_descale,
-    refuse_overlap,
 )
 from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import Workspace, _merge_splits_kernel, _paged_decode_kernel
@@ -34,16 +30,17 @@ from narrowkv.attn_decode.launch import (
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.binding import BoundCache, bind_cache
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
+from narrowkv.paged_cache.checks import tensors_of
 from narrowkv.paged_cache.rope import metadata_of
 from narrowkv.quant import get_format
 from narrowkv.quant.device import BITS, widening_exponent
 from narrowkv.runtime import launch
+from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows, refuse_overlap
 from narrowkv.runtime.errors import (
     UnsupportedError,
     byte_span,
     check_finite_float,
     check_no_grad,
-    check_window,
 )
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import (
@@ -229,7 +226,7 @@ class DecodePlan(Plan):
                 spans.append((begin, begin + call.o_bytes))
                 met = met or meets(lse.data_ptr(), call.lse_bytes, spans)
             if met:
-                refuse_overlap(out, lse, q, cache, page_table, sinks, q_descale)
+                refuse_overlap(out, lse, _inputs(q, cache, page_table, sinks, q_descale))
         o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -322,20 +319,15 @@ class DecodePlan(Plan):
         self._check(shape, q.device, active_target(self.device))
         scale = q.shape[2] ** -0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
         scale = fold_q_descale(q, q_descale, scale)
-        soft_cap = check_finite_float("logits_soft_cap", logits_soft_cap)
-        if soft_cap < 0:
-            raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {logits_soft_cap}")
-        window_left = check_window("window_left", window_left)
+        soft_cap, (window_left, _) = check_soft_cap(logits_soft_cap), check_windows(window_left)
         if table.ranges is not None and window_left >= 0:
             raise ValueError(
                 f"window_left must be -1 for a page table with key_ranges, got {window_left}: the ranges say "
                 "which keys a window leaves out"
             )
-        check_sinks(q, sinks)
-        check_no_grad(q=q, k=cache.k, v=cache.v, sinks=sinks)
-        out_dtype = check_out(q, out, out_dtype)
-        check_lse(q, lse)
-        refuse_overlap(out, lse, q, cache, page_table, sinks, q_descale)
+        check_no_grad(q=q, k=cache.k, v=cache.v)
+        inputs = _inputs(q, cache, page_table, sinks, q_descale)
+        out_dtype = check_results(q, out, lse, sinks, out_dtype, inputs)
         batch, config = shape.batch, self.config_for(shape.batch)
         attend, merge = self._bound_launches(
             bound, batch, page_table.kind == "ragged", window_left, soft_cap > 0, sinks is not None,
@@ -404,3 +396,11 @@ class DecodePlan(Plan):
                 f"plan must be made for {shape} or a larger batch on {device} ({target.name}), got a plan "
                 f"for {planned} on {self.device} ({self.target.name}): call plan_decode again"
             )
+
+
+def _inputs(
+    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, sinks: torch.Tensor | None,
+    q_descale: float | torch.Tensor,
+) -> dict[str, Any]:  # fmt: skip
+    """What a call reads, by the names of messages."""
+    return {"q": q, **tensors_of(cache, page_table), "sinks": sinks, "q_descale": q_descale}

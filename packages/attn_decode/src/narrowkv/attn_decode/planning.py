@@ -21,7 +21,7 @@ from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
 from narrowkv.paged_cache.descales import check_fp4_scales
 from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
 from narrowkv.runtime import launch
-from narrowkv.runtime.errors import check_choice, check_instance, check_positive_int
+from narrowkv.runtime.errors import check_choice, check_positive_int
 from narrowkv.runtime.launch import active_target, executor
 from narrowkv.runtime.operation import Bounded
 
@@ -93,16 +93,7 @@ def plan_decode(
     )  # fmt: skip
     if validate and isinstance(cache, PagedKVCache) and page_table is not None:
         check_values(plan.shape.capacity, cache, page_table)
-    needed = plan.workspace_bytes()
-    if workspace is None:
-        return replace(plan, workspace=launch.Workspace(needed, plan.device)) if needed else plan
-    check_instance("workspace", workspace, launch.Workspace)
-    if workspace.num_bytes < needed or workspace.device != plan.device:
-        raise ValueError(
-            f"workspace must have at least {needed} bytes on {plan.device}, "
-            f"got {workspace.num_bytes} on {workspace.device}"
-        )
-    return replace(plan, workspace=workspace)
+    return plan if workspace is None and not plan.workspace_bytes() else plan.with_workspace(workspace)
 
 
 def _plan(

@@ -12,100 +12,31 @@ from narrowkv.attn_decode.checks import QUERY_DTYPES
 from narrowkv.attn_prefill.arguments import Arguments
 from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.paged_cache.append import check_new_tokens
-from narrowkv.paged_cache.checks import check_table
+from narrowkv.paged_cache.append import check_apart, check_new_tokens
+from narrowkv.paged_cache.checks import check_table, tensors_of
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
-from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.layouts import HEAD_DIMS
-from narrowkv.runtime.checks import OUT_DTYPES
+from narrowkv.runtime.checks import refuse_overlap
 from narrowkv.runtime.errors import (
     check_descale_tensor,
     check_dtype,
-    check_finite_float,
     check_index_vector,
     check_instance,
     check_last_dim_contiguous,
-    check_no_grad,
-    check_no_overlap,
     check_positive_int,
     check_same_device,
     check_shape,
     check_tensor,
 )
-from narrowkv.runtime.launch.tracing import wide_dtype
 
 
-def check_soft_cap(value: float) -> float:
-    """Refuses a negative or non-finite cap."""
-    soft_cap = check_finite_float("logits_soft_cap", value)
-    if soft_cap < 0:
-        raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {value}")
-    return soft_cap
-
-
-def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    """Refuses sinks of another shape, dtype or device."""
-    if sinks is not None:
-        check_shape("sinks", sinks, (q.shape[1],))
-        check_last_dim_contiguous("sinks", sinks)
-        check_dtype("sinks", sinks, OUT_DTYPES)
-        check_same_device(q=q, sinks=sinks)
-
-
-def check_outputs(given: Arguments) -> torch.dtype:
-    """Checks the caller's outputs, and returns the dtype of a new one."""
-    q, out, lse, out_dtype = given.q, given.out, given.lse, given.out_dtype
-    if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        if not isinstance(out_dtype, torch.dtype):
-            raise TypeError(f"out_dtype must be a torch.dtype, got {type(out_dtype).__name__}")
-        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype}")
-    inputs = _inputs(given)
-    if out is not None:
-        check_dtype("out", out, OUT_DTYPES if out_dtype is None else (out_dtype,))
-        _check_output("out", out, q, tuple(q.shape), {"q": q, "lse": lse, **inputs})
-    if lse is not None:
-        check_dtype("lse", lse, (torch.float32,))
-        _check_output("lse", lse, q, tuple(q.shape[:2]), {"q": q, "out": out, **inputs})
-    return out_dtype or wide_dtype(q)
-
-
-def _check_output(
-    name: str, given: torch.Tensor, q: torch.Tensor, shape: tuple[int, ...], inputs: dict[str, Any]
-) -> None:
-    check_shape(name, given, shape)
-    check_same_device(q=q, **{name: given})
-    check_last_dim_contiguous(name, given)
-    check_no_grad(**{name: given})
-    check_no_overlap(name, given, **inputs)
-
-
-def _inputs(given: Arguments) -> dict[str, Any]:
-    """The tensors that a call reads by name, but for q."""
-    cache = given.cache
+def inputs_of(given: Arguments) -> dict[str, Any]:
+    """What a call reads, by the names of messages."""
     return {
-        "cache.k": cache.k,
-        "cache.v": cache.v,
-        "cache.k_descale": cache.k_descale,
-        "cache.v_descale": cache.v_descale,
-        **transform_tensors(cache.key_transform),
-        **_metadata(given),
-        "sinks": given.sinks,
-        "q_descale": given.q_descale,
-        "k_new": given.k_new,
-        "v_new": given.v_new,
+        "q": given.q, **tensors_of(given.cache, given.page_table), "cu_seqlens_q": given.cu_seqlens_q,
+        "sinks": given.sinks, "q_descale": given.q_descale, "k_new": given.k_new, "v_new": given.v_new,
         **_rope_tensors(given.rope),
-    }
-
-
-def _metadata(given: Arguments) -> dict[str, Any]:
-    table = given.page_table
-    return {
-        "page ids": table.page_ids,
-        "seq_lens": table.seq_lens,
-        "kv_indptr": table.kv_indptr,
-        "kv_last_page_len": table.kv_last_page_len,
-        "cu_seqlens_q": given.cu_seqlens_q,
-    }
+    }  # fmt: skip
 
 
 def _rope_tensors(rope: Rope | None) -> dict[str, Any]:
@@ -119,25 +50,20 @@ def check_chunk(given: Arguments, *, validate: bool | None) -> None:
     q, k_new, v_new, cache, rope = given.q, given.k_new, given.v_new, given.cache, given.rope
     if k_new is None or v_new is None:
         return
-    others: dict[str, Any] = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": given.sinks}
-    others |= _metadata(given) | transform_tensors(cache.key_transform)
     for name, new in (("k_new", k_new), ("v_new", v_new)):
         check_dtype(name, new, (q.dtype,))
         check_shape(name, new, (q.shape[0], cache.num_kv_heads, cache.head_dim))
     check_same_device(q=q, k_new=k_new)
-    others |= _rope_tensors(rope)
     check_new_tokens(cache, k_new, v_new, rope, "mse", validate=validate)
-    check_no_overlap("cache.k", cache.k, **others)
-    check_no_overlap("cache.v", cache.v, **others)
-    for name, descale, kind in _descales(cache):
-        if isinstance(descale, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES:
-            check_no_overlap(f"cache.{name}", descale, **others)
+    # Of the cache's own tensors those of the transform alone are not written.
+    inputs = {name: x for name, x in inputs_of(given).items() if not name.startswith("cache.")}
+    check_apart(cache, **inputs)
 
 
-def refuse_overlap(given: Arguments) -> None:
+def refuse_shared_memory(given: Arguments) -> None:
     """Names what overlaps, if anything does."""
     check_chunk(given, validate=False)
-    check_outputs(given)
+    refuse_overlap(given.out, given.lse, inputs_of(given))
 
 
 def _descales(cache: PagedKVCache) -> Iterator[tuple[str, Any, str]]:

@@ -17,12 +17,10 @@ from narrowkv.attn_prefill.checks import (
     check_bounds,
     check_chunk,
     check_classes,
-    check_outputs,
-    check_sinks,
-    check_soft_cap,
     check_values,
+    inputs_of,
     prefill_shape,
-    refuse_overlap,
+    refuse_shared_memory,
 )
 from narrowkv.attn_prefill.config import fp8_route
 from narrowkv.attn_prefill.launch import Kind, Route, launches_of, make_routes
@@ -35,11 +33,11 @@ from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_tabl
 from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope, metadata_of
 from narrowkv.quant.device import widening_exponent
+from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows
 from narrowkv.runtime.errors import (
     check_finite_float,
     check_instance,
     check_no_grad,
-    check_window,
 )
 from narrowkv.runtime.launch import BoundLaunch, PreparedCall, active_target, executor, is_compiled
 from narrowkv.runtime.scales import check_scales
@@ -222,7 +220,7 @@ class PrefillPlan(PrefillSettings):
             check_scales({**bound.scales, "q_descale": q_descale}, given.validate)
         if out is not None or lse is not None or k_new is not None:
             if _may_overlap(call, bound, table, turn, given):
-                refuse_overlap(given)
+                refuse_shared_memory(given)
         o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
         if lse is None and given.return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -311,15 +309,11 @@ class PrefillPlan(PrefillSettings):
             q.shape[2] ** -0.5 if given.sm_scale is None else check_finite_float("sm_scale", given.sm_scale)
         )
         soft_cap = check_soft_cap(given.logits_soft_cap)
-        window_left = check_window("window_left", given.window_left)
-        if given.causal and given.window_right > 0:
-            raise ValueError(f"window_right must be -1 or 0 with causal=True, got {given.window_right}")
-        window_right = 0 if given.causal else check_window("window_right", given.window_right)
-        check_sinks(q, given.sinks)
+        left, right = check_windows(given.window_left, given.window_right, causal=given.causal)
         check_transform(cache.key_transform, q)
         if not self.appends:
             scale = fold_q_descale(q, given.q_descale, scale)
-        check_no_grad(q=q, k=cache.k, v=cache.v, sinks=given.sinks)
+        check_no_grad(q=q, k=cache.k, v=cache.v)
         if given.validate:
             most = shape
             if self.scratch_fits is not None:
@@ -331,14 +325,15 @@ class PrefillPlan(PrefillSettings):
         kind = self._kind(
             bound, cache, given.rope, ragged=table.kind == "ragged", soft_cap=soft_cap > 0,
             sinks=given.sinks is not None, lse=given.return_lse or given.lse is not None,
-            q_descale=isinstance(given.q_descale, torch.Tensor), window_left=window_left,
-            window_right=window_right, positive=scale > 0,
+            q_descale=isinstance(given.q_descale, torch.Tensor), window_left=left, window_right=right,
+            positive=scale > 0,
         )  # fmt: skip
         logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
         if self.config.fp8 is not None and not self.appends:
             # Q's bytes are read as K's are, and lose the same power of two.
             logit_scale *= 2.0 ** widening_exponent(self.k_format, fp8_route(self.config.fp8, self.k_format))
-        return _Checked(shape, scale, logit_scale, soft_cap, check_outputs(given), kind)
+        out_dtype = check_results(q, given.out, given.lse, given.sinks, given.out_dtype, inputs_of(given))
+        return _Checked(shape, scale, logit_scale, soft_cap, out_dtype, kind)
 
     def _kind(
         self, bound: BoundCache, cache: PagedKVCache, rope: Rope | None, *, soft_cap: bool, sinks: bool,

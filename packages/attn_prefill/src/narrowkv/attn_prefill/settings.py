@@ -18,7 +18,7 @@ from narrowkv.attn_prefill.tiles import split_config
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.binding import BoundCache, bind_cache
 from narrowkv.quant.formats import get_format
-from narrowkv.runtime.errors import UnsupportedError, check_instance
+from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import PreparedCall, Workspace, block_bytes
 from narrowkv.runtime.operation import Bounded, Plan
@@ -136,22 +136,11 @@ class PrefillSettings(Plan):
         return max([*needed, self.decode.workspace_bytes() if self.decode is not None else 0])
 
     def with_workspace(self, workspace: Workspace | None = None) -> Self:
-        """The plan with its memory in this workspace; a new one of the right size for None.
-
-        Raises:
-            TypeError, ValueError: the workspace is no `Workspace`, too small or on another device.
-        """
-        needed = self.workspace_bytes()
-        if workspace is None:
-            workspace = Workspace(needed, self.device)
-        check_instance("workspace", workspace, Workspace)
-        if workspace.num_bytes < needed or workspace.device != self.device:
-            raise ValueError(
-                f"workspace must have at least {needed} bytes on {self.device}, "
-                f"got {workspace.num_bytes} on {workspace.device}"
-            )
-        decode = None if self.decode is None else replace(self.decode, workspace=workspace)
-        return replace(self, workspace=workspace, decode=decode)
+        """The same plan, and the plan of `paged_decode` with it, in this workspace; see `Plan`."""
+        plan = super().with_workspace(workspace)
+        if plan.decode is None:
+            return plan
+        return replace(plan, decode=replace(plan.decode, workspace=plan.workspace))
 
     def memory(self, config: PrefillConfig) -> Memory | None:
         """The memory of calls with this configuration; None where each call allocates its own."""

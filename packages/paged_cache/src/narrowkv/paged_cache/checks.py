@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.runtime.errors import check_instance, check_same_device, check_shape
 
@@ -58,6 +61,18 @@ def check_table(
         "PagePool.page_table(seqs) or PageTable.from_block_table(block_table, seq_lens); got lengths before "
         "an append (cached_lens), which only prefill_append takes"
     )
+
+
+def tensors_of(cache: PagedKVCache, page_table: PageTable) -> dict[str, Any]:
+    """What attention reads of a cache and a page table, by the names of messages; some are no tensors."""
+    table = page_table
+    return {
+        "cache.k": cache.k, "cache.v": cache.v, "cache.k_descale": cache.k_descale,
+        "cache.v_descale": cache.v_descale, **transform_tensors(cache.key_transform),
+        "page ids": table.page_ids, "seq_lens": table.seq_lens, "kv_indptr": table.kv_indptr,
+        "kv_last_page_len": table.kv_last_page_len, "key_ranges": table.key_ranges,
+        "tree_mask": table.tree_mask,
+    }  # fmt: skip
 
 
 def layout_hint(cache: PagedKVCache, *, page_size: int | None = None, num_kv_heads: int | None = None) -> str:

@@ -140,10 +140,15 @@ class Plan:
         Raises:
             TypeError, ValueError: naming what was expected and what came.
         """
+        needed = self.workspace_bytes()
         if workspace is None:
-            workspace = Workspace(self.workspace_bytes(), self.device)
-        elif check_instance("workspace", workspace, Workspace).device != self.device:
-            raise ValueError(f"workspace must be on {self.device} like the plan, got {workspace.device}")
+            workspace = Workspace(needed, self.device)
+        check_instance("workspace", workspace, Workspace)
+        if workspace.num_bytes < needed or workspace.device != self.device:
+            raise ValueError(
+                f"workspace must have at least {needed} bytes on {self.device}, "
+                f"got {workspace.num_bytes} on {workspace.device}"
+            )
         return replace(self, workspace=workspace)
 
     def bind(self, kernel: Any, options: LaunchOptions, **constexprs: Any) -> BoundLaunch:

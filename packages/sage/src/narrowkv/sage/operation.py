@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from narrowkv.runtime.checks import check_lse, refuse_overlap
 from narrowkv.runtime.errors import (
     check_dtype,
     check_index_vector,
@@ -16,7 +17,6 @@ from narrowkv.runtime.errors import (
     check_last_dim_contiguous,
     check_no_grad,
     check_no_overlap,
-    check_same_device,
     check_shape,
     contiguous_vector,
 )
@@ -188,7 +188,7 @@ class SagePlan(SageSettings):
             ((out, call.out_bytes), (lse, call.lse_bytes)),
             ((q, call.q_bytes), (starts, call.starts_bytes), *kv.inputs),
         ):
-            _check_apart(out, lse, q, _inputs_of(kv, starts))
+            refuse_overlap(out, lse, {"q": q, **_inputs_of(kv, starts)})
         o, sums = _results(q, out, lse, return_lse)
         k_desc, v_desc = kv.descriptors if self.config.tma and kv.k.numel() else (None, None)
         call.launches.run(
@@ -243,7 +243,7 @@ class SagePlan(SageSettings):
             ((out, call.out_bytes), (lse, call.lse_bytes)),
             ((q, call.q_bytes), (q_starts, call.starts_bytes), (k, call.k_bytes)),
         ):
-            _check_apart(out, lse, q, self._inputs_of_run(k, q_starts))
+            refuse_overlap(out, lse, {"q": q, **self._inputs_of_run(k, q_starts)})
         o, sums = _results(q, out, lse, return_lse)
         call.launches.run(
             q=q, k=k, v=v, out=o, lse=sums, q_starts=None if q_starts is None else _contiguous(q_starts),
@@ -395,10 +395,8 @@ class SagePlan(SageSettings):
             self._operand("out", out, self.shape.num_qo_heads)
             check_shape("out", out, tuple(q.shape))
         if lse is not None:
-            check_dtype("lse", lse, torch.float32)
-            check_shape("lse", lse, tuple(q.shape[:-1]))
-            check_same_device(q=q, lse=lse)
-        _check_apart(out, lse, q, inputs)
+            check_lse(lse, tuple(q.shape[:-1]), self.device, any_strides=True)
+        refuse_overlap(out, lse, {"q": q, **inputs})
 
     def _inputs_of_run(self, k: torch.Tensor, starts: torch.Tensor | None) -> dict[str, Any]:
         """What is read after the first result is written, or while it is."""
@@ -477,16 +475,6 @@ class SagePlan(SageSettings):
 def _inputs_of(kv: QuantizedKV, starts: torch.Tensor | None) -> dict[str, Any]:
     """What attention over quantised keys reads beside the query, as messages name it."""
     return {"k": kv.k, "v": kv.v, "K as it came": kv.k_source, "cu_seqlens_q": starts}
-
-
-def _check_apart(
-    out: torch.Tensor | None, lse: torch.Tensor | None, q: torch.Tensor, inputs: Mapping[str, Any]
-) -> None:
-    """Refuses results that share memory with each other or with an input."""
-    if out is not None:
-        check_no_overlap("out", out, q=q, **inputs)
-    if lse is not None:
-        check_no_overlap("lse", lse, q=q, o=out, **inputs)
 
 
 def _results(

@@ -7,11 +7,11 @@ from functools import cached_property
 
 import torch
 
+from narrowkv.runtime.checks import OUT_DTYPES, check_lse, check_out, check_sinks, refuse_overlap
 from narrowkv.runtime.errors import (
     check_dtype,
     check_last_dim_contiguous,
     check_no_grad,
-    check_no_overlap,
     check_same_device,
     check_shape,
     has_memory,
@@ -23,8 +23,6 @@ from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource, check_scales
 
 __all__ = ["SparseSettings", "check_values"]
-
-_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -172,10 +170,9 @@ class SparseSettings(Plan):
         if attn_sink is None or not self.has_sink:
             wanted = "a tensor: the plan has a sink" if self.has_sink else "None: the plan has no sink"
             raise ValueError(f"attn_sink must be {wanted}")
-        check_dtype("attn_sink", attn_sink, torch.float32)
-        check_shape("attn_sink", attn_sink, (self.num_qo_heads,))
-        check_last_dim_contiguous("attn_sink", attn_sink)
-        check_same_device(plan=torch.empty(0, device=self.device), attn_sink=attn_sink)
+        check_sinks(
+            attn_sink, self.num_qo_heads, self.device, name="attn_sink", dtypes=(torch.float32,), like="plan"
+        )
 
     def check_out(
         self,
@@ -194,17 +191,13 @@ class SparseSettings(Plan):
         heads = self.num_qo_heads
         if (
             not isinstance(out, torch.Tensor)
-            or out.dtype not in _OUT_DTYPES
+            or out.dtype not in OUT_DTYPES
             or out.shape != (tokens, heads, HEAD_DIM)
             or out.stride(2) != 1
             or out.device != self.device
             or out.requires_grad
         ):
-            check_dtype("out", out, _OUT_DTYPES)
-            check_shape("out", out, (tokens, heads, HEAD_DIM))
-            check_last_dim_contiguous("out", out)
-            check_same_device(plan=torch.empty(0, device=self.device), out=out)
-            check_no_grad(out=out)
+            check_out(out, (tokens, heads, HEAD_DIM), OUT_DTYPES, self.device, "plan")
         if not tokens:
             return
         # The usual output, whose rows lie one after the other, beside inputs elsewhere; else the full check.
@@ -226,7 +219,7 @@ class SparseSettings(Plan):
                 )
                 clear = high <= begin or end <= low
         if not clear:
-            check_no_overlap("out", out, **_inputs(q, prefix, extend, attn_sink))
+            refuse_overlap(out, None, _inputs(q, prefix, extend, attn_sink))
 
     def check_lse(
         self,
@@ -242,11 +235,9 @@ class SparseSettings(Plan):
         Raises:
             TypeError, ValueError: naming what was expected and what was given.
         """
-        check_dtype("lse", lse, torch.float32)
-        check_shape("lse", lse, tuple(out.shape[:2]))
-        check_same_device(out=out, lse=lse)
-        check_no_grad(lse=lse)
-        check_no_overlap("lse", lse, o=out, **_inputs(q, prefix, extend, attn_sink))
+        shape = tuple(out.shape[:2])
+        check_lse(lse, shape, self.device, like="plan", any_strides=True)
+        refuse_overlap(None, lse, {"o": out, **_inputs(q, prefix, extend, attn_sink)})
 
 
 def _inputs(
