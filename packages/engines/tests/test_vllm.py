@@ -30,7 +30,7 @@ from narrowkv.engines import steps  # noqa: E402
 from narrowkv.engines import vllm as narrow  # noqa: E402
 from narrowkv.engines.tiny import tiny_model  # noqa: E402
 from narrowkv.engines.vllm import backend  # noqa: E402
-from narrowkv.engines.vllm.slots import OWN_SLOTS  # noqa: E402
+from narrowkv.engines.vllm.slots import OWN_SLOTS, cache_options  # noqa: E402
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22]]
 LAYERS, NEW = 6, 3  # vLLM keeps the two first and the two last layers of a 4-bit cache in 16 bits
@@ -45,7 +45,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def cpu_slot():
-    narrow.register(cpu=True)
+    narrow.register(instead_of="CPU_ATTN")
     selector._cached_get_attn_backend.cache_clear()  # vLLM remembers what it chose before
     yield
     AttentionBackendEnum.CPU_ATTN.clear_override()
@@ -67,8 +67,8 @@ def generate(model, cache_dtype, prompts=PROMPTS, rounds=1, new=NEW, **options):
         "max_model_len": 64, "block_size": 32, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 8,
     }  # fmt: skip
     llm = vllm.LLM(
-        model=model, skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache_dtype,
-        enforce_eager=True, max_num_seqs=2, **{**sizes, **options},
+        model=model, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_num_seqs=2,
+        **{**sizes, **cache_options(cache_dtype), **options},
     )  # fmt: skip
     try:
         settings = vllm.SamplingParams(
@@ -118,12 +118,8 @@ def own(model):
     ],
 )
 def test_generate_through_narrowkvs_cache(model, own, cpu_slot, calls, cache_dtype, stored, bound):
-    if cache_dtype in OWN_SLOTS:
-        asked = {"additional_config": {"kv_cache": cache_dtype}}
-        outputs, chances, memory = generate(model, "fp8", **asked)
-        assert "fp4_e2m1" in {call.cache.format.v for call in calls}
-    else:
-        outputs, chances, memory = generate(model, cache_dtype)
+    outputs, chances, memory = generate(model, cache_dtype)
+    assert cache_dtype not in OWN_SLOTS or "fp4_e2m1" in {call.cache.format.v for call in calls}
     assert stored in {call.cache.format.k for call in calls if call.name == "append"}
     # Each call of a step appends and attends once in every layer; every cache is vLLM's own memory.
     counts = calls.counts
