@@ -1,6 +1,7 @@
 """narrowkv as vLLM's attention backend, in `LLM.generate` on a CPU; `make test-engines` runs it.
 
-vLLM on a CPU takes no backend but its own, so narrowkv stands in the CPU's place here.
+vLLM on a CPU takes no backend but its own, so narrowkv stands in the CPU's place here. It runs the first of
+its model runners there; with TRITON_INTERPRET=1 the second, which is the default on GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR",
 )  # fmt: skip
+from interpreted import let_vllm_interpret
+
+V2 = let_vllm_interpret()
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 from engine_checks import BF16, watch  # noqa: E402
@@ -77,6 +81,7 @@ def generate(model, cache_dtype, prompts=PROMPTS, rounds=1, new=NEW, **options):
         for _ in range(rounds):
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        assert (type(runner).__module__ == "vllm.v1.worker.cpu.model_runner") == V2
         memory = {cache.untyped_storage().data_ptr() for cache in runner.kv_caches}
         firsts = [output.outputs[0].logprobs[0] for output in outputs]
         chances = [{token: entry.logprob for token, entry in first.items()} for first in firsts]

@@ -45,6 +45,7 @@ BACKEND = {
     "supports_head_size": "asked",
     "supports_kv_cache_dtype": "asked",
     "supports_kv_connector": True,  # pages are vLLM's memory, with the scales inside
+    "supports_kv_cache_update_bypass": False,  # of models that store keys by kernels of their own
     "supports_mm_prefix": False,
     "supports_non_causal": False,
     "supports_non_causal_dcp": False,

@@ -133,6 +133,7 @@ def test_a_cache_that_vllm_drops_is_freed_though_the_layer_has_used_it():
 @pytest.mark.parametrize("cache_dtype", sorted(set(DTYPES) - {"auto", "bfloat16"}))
 def test_vllm_is_told_the_bytes_of_a_slot(cache_dtype, monkeypatch):
     # By name where vLLM takes new names (0.33), else by what the layer that was made last was asked for.
+    register()
     own = cache_dtype in OWN_SLOTS
     mode, viewed_as = KVQuantMode.FP8_PER_TENSOR, torch.uint8
     if own and backend._CUSTOM is not None:
