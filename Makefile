@@ -82,6 +82,7 @@ test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vL
 
 in-vllm: $(ENGINES)/.stamp
 	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm_layers.py test_vllm.py test_vllm_ranks.py test_packers.py test_packers_vllm.py) $(ARGS)
+	TRITON_INTERPRET=1 $(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_vllm.py $(ARGS)
 
 in-sglang: $(ENGINES)/sglang/.stamp
 	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_sglang.py test_packers.py) $(ARGS)

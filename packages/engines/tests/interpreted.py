@@ -10,10 +10,24 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.backends import backends
 
 from narrowkv.runtime.launch.interpreter import interpret
 
 OPTIONS = ("num_warps", "num_stages")
+
+
+def let_vllm_interpret() -> bool:
+    """Lets vLLM keep Triton on a CPU if its kernels are interpreted, which TRITON_INTERPRET says.
+
+    vLLM asks there for a backend "cpu" of Triton, which a package of another project brings. It must be asked
+    for before vLLM is imported. With Triton vLLM runs its Model Runner V2.
+    """
+    interprets = bool(triton.knobs.runtime.interpret)
+    if interprets:
+        never = SimpleNamespace(is_active=lambda: False)
+        backends.setdefault("cpu", SimpleNamespace(driver=never))
+    return interprets
 
 
 class Interpreted:

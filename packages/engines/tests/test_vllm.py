@@ -1,6 +1,7 @@
 """narrowkv as vLLM's attention backend, in `LLM.generate` on a CPU; `make test-engines` runs it.
 
-vLLM on a CPU takes no backend but its own, so narrowkv stands in the CPU's place here.
+vLLM on a CPU takes no backend but its own, so narrowkv stands in the CPU's place here. It runs the first of
+its model runners there; with TRITON_INTERPRET=1 the second, which is the default on GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR",
 )  # fmt: skip
+from interpreted import let_vllm_interpret
+
+V2 = let_vllm_interpret()
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 from engine_checks import BF16, watch  # noqa: E402
@@ -30,7 +34,7 @@ from narrowkv.engines import steps  # noqa: E402
 from narrowkv.engines import vllm as narrow  # noqa: E402
 from narrowkv.engines.tiny import tiny_model  # noqa: E402
 from narrowkv.engines.vllm import backend  # noqa: E402
-from narrowkv.engines.vllm.slots import OWN_SLOTS  # noqa: E402
+from narrowkv.engines.vllm.slots import OWN_SLOTS, cache_options  # noqa: E402
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22]]
 LAYERS, NEW = 6, 3  # vLLM keeps the two first and the two last layers of a 4-bit cache in 16 bits
@@ -45,7 +49,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def cpu_slot():
-    narrow.register(cpu=True)
+    narrow.register(instead_of="CPU_ATTN")
     selector._cached_get_attn_backend.cache_clear()  # vLLM remembers what it chose before
     yield
     AttentionBackendEnum.CPU_ATTN.clear_override()
@@ -67,8 +71,8 @@ def generate(model, cache_dtype, prompts=PROMPTS, rounds=1, new=NEW, **options):
         "max_model_len": 64, "block_size": 32, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 8,
     }  # fmt: skip
     llm = vllm.LLM(
-        model=model, skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache_dtype,
-        enforce_eager=True, max_num_seqs=2, **{**sizes, **options},
+        model=model, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_num_seqs=2,
+        **{**sizes, **cache_options(cache_dtype), **options},
     )  # fmt: skip
     try:
         settings = vllm.SamplingParams(
@@ -77,6 +81,7 @@ def generate(model, cache_dtype, prompts=PROMPTS, rounds=1, new=NEW, **options):
         for _ in range(rounds):
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        assert (type(runner).__module__ == "vllm.v1.worker.cpu.model_runner") == V2
         memory = {cache.untyped_storage().data_ptr() for cache in runner.kv_caches}
         firsts = [output.outputs[0].logprobs[0] for output in outputs]
         chances = [{token: entry.logprob for token, entry in first.items()} for first in firsts]
@@ -118,12 +123,8 @@ def own(model):
     ],
 )
 def test_generate_through_narrowkvs_cache(model, own, cpu_slot, calls, cache_dtype, stored, bound):
-    if cache_dtype in OWN_SLOTS:
-        asked = {"additional_config": {"kv_cache": cache_dtype}}
-        outputs, chances, memory = generate(model, "fp8", **asked)
-        assert "fp4_e2m1" in {call.cache.format.v for call in calls}
-    else:
-        outputs, chances, memory = generate(model, cache_dtype)
+    outputs, chances, memory = generate(model, cache_dtype)
+    assert cache_dtype not in OWN_SLOTS or "fp4_e2m1" in {call.cache.format.v for call in calls}
     assert stored in {call.cache.format.k for call in calls if call.name == "append"}
     # Each call of a step appends and attends once in every layer; every cache is vLLM's own memory.
     counts = calls.counts

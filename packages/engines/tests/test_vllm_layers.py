@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +13,16 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 from engine_checks import BF16
 from step_costs import MICROSECONDS, VIEWS, least_microseconds, operators
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, get_kv_quant_mode
+from vllm_parts import make_builder
 
 from narrowkv.attn_decode import paged_decode_reference
 from narrowkv.engines import steps
-from narrowkv.engines.vllm import backend
-from narrowkv.engines.vllm.backend import NarrowAttention, NarrowMetadataBuilder
+from narrowkv.engines.vllm import BACKEND, backend, register
+from narrowkv.engines.vllm.backend import NarrowAttention, NarrowAttentionBackend
 from narrowkv.engines.vllm.slots import CACHE_DTYPES, OWN_SLOTS, randomly_rotated, slot_bytes
 from narrowkv.quant import relative_l1
 
@@ -27,8 +33,7 @@ DTYPES = [*(name for name in CACHE_DTYPES if name != "float16"), *OWN_SLOTS]
 
 def make_step():
     """A decode step of two requests, by vLLM's metadata and narrowkv's builder."""
-    builder = object.__new__(NarrowMetadataBuilder)
-    builder.block_size, builder.ranks = BLOCK, 1
+    builder = make_builder(BLOCK)
     starts = torch.arange(3, dtype=torch.int32)
     blocks = torch.tensor([[3, 1, 0, 0], [5, 2, 7, 0]], dtype=torch.int32)
     common = CommonAttentionMetadata(
@@ -109,3 +114,53 @@ def test_outputs_that_are_to_be_quantised_are_refused():
         layer.impl.forward(
             SimpleNamespace(), layer.q, layer.k, layer.v, layer.kv_cache, None, layer.out, torch.ones(1)
         )
+
+
+def test_a_cache_that_vllm_drops_is_freed_though_the_layer_has_used_it():
+    # vLLM profiles with a small cache, drops it and measures the free memory before it makes the real one.
+    layer = Layer("fp8")
+    builder, common = make_step()
+    layer.run(builder.build(0, common), common.slot_mapping)
+    small = weakref.ref(layer.kv_cache.untyped_storage())
+    size = layer.kv_cache.shape
+    layer.kv_cache = torch.tensor([])
+    gc.collect()
+    assert small() is None
+    layer.kv_cache = torch.zeros(2 * size[0], *size[1:], dtype=torch.uint8)
+    assert layer.impl.cache_of(layer, layer.kv_cache).k.shape[0] == 2 * BLOCKS
+
+
+@pytest.mark.parametrize("cache_dtype", sorted(set(DTYPES) - {"auto", "bfloat16"}))
+def test_vllm_is_told_the_bytes_of_a_slot(cache_dtype, monkeypatch):
+    # By name where vLLM takes new names (0.33), else by what the layer that was made last was asked for.
+    register()
+    own = cache_dtype in OWN_SLOTS
+    mode, viewed_as = KVQuantMode.FP8_PER_TENSOR, torch.uint8
+    if own and backend._CUSTOM is not None:
+        mode, viewed_as = KVQuantMode.CUSTOM, STR_DTYPE_TO_TORCH_DTYPE[cache_dtype]
+    elif own:
+        monkeypatch.setattr(backend, "_beside_fp8", [cache_dtype])
+    elif cache_dtype not in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        mode = get_kv_quant_mode(cache_dtype)
+    spec = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=DIM, dtype=viewed_as, kv_quant_mode=mode
+    )
+    told = NarrowAttentionBackend.customize_spec(spec)
+    assert told.state_content_size_bytes == (slot_bytes(cache_dtype, DIM) or 2 * DIM)
+    assert NarrowAttentionBackend.customize_spec(told) == told
+
+
+@pytest.mark.parametrize("asked", ["ROCM_ATTN, TRITON_ATTN", None])
+def test_narrowkv_replaces_the_backends_that_are_named(asked, monkeypatch):
+    monkeypatch.setenv("NARROWKV_VLLM_INSTEAD_OF", "" if asked is None else asked)
+    replaced = (AttentionBackendEnum.ROCM_ATTN, AttentionBackendEnum.TRITON_ATTN)
+    try:
+        register()
+        assert AttentionBackendEnum.CUSTOM.get_class() is NarrowAttentionBackend
+        assert {each.is_overridden() for each in replaced} == {asked is not None}
+        assert asked is None or {each.get_path() for each in replaced} == {BACKEND}
+        with pytest.raises(ValueError, match=r"instead_of must be one of .*ROCM_ATTN.* got 'ROCM'"):
+            register(instead_of="ROCM")
+    finally:
+        for each in replaced:
+            each.clear_override()

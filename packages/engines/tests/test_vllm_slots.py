@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 
 from narrowkv.engines.vllm.slots import (
     CACHE_DTYPES,
     OWN_SLOTS,
+    cache_options,
     chosen_slots,
     format_of,
     layer_cache,
+    own_slots_of,
+    register_own_slots,
     slot_bytes,
     slot_reasons,
 )
@@ -132,5 +138,49 @@ def test_formats_and_refusals():
         chosen_slots("auto", {"kv_cache": "narrowkv_fp4"})
     with pytest.raises(ValueError, match=r"additional_config.*must be one of"):
         chosen_slots("fp8", {"kv_cache": "k4v2"})
+    with pytest.raises(ValueError, match="kv_cache_dtype must be narrowkv_fp4 in this vLLM"):
+        chosen_slots("fp8", {"kv_cache": "narrowkv_fp4"}, has_names=True)
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of"):
         format_of("nvfp4", torch.float16, cpu)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The handlers of cache dtypes by name, in a vLLM of which only what takes them is there."""
+    handlers = {}
+    cache, interface = ModuleType("vllm.config.cache"), ModuleType("vllm.v1.kv_cache_interface")
+
+    def register_kv_cache_dtype(name):
+        def keep(make):
+            assert name not in handlers, "vLLM warns of a name that it knows"
+            handlers[name] = make()
+            return make
+
+        return keep
+
+    vars(cache).update(
+        register_kv_cache_dtype=register_kv_cache_dtype, is_known_kv_cache_dtype=handlers.__contains__
+    )
+    vars(interface).update(KVQuantMode=SimpleNamespace(CUSTOM="custom"))
+    for module in (cache, interface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return handlers
+
+
+def test_cache_dtypes_of_narrowkvs_own_are_registered_once_and_told_apart_by_their_dtype(registered):
+    for _ in range(2):  # vLLM loads plugins more than once
+        assert register_own_slots()
+    assert set(registered) == set(OWN_SLOTS)
+    for name, handler in registered.items():
+        assert (handler.name, handler.quant_mode()) == (name, "custom")
+        assert handler.torch_dtype().itemsize == 1
+        assert own_slots_of(handler.torch_dtype()) == name
+        assert cache_options(name) == {"kv_cache_dtype": name}
+
+
+def test_a_vllm_that_takes_no_names_is_asked_for_own_slots_beside_fp8(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.config.cache", ModuleType("vllm.config.cache"))
+    assert not register_own_slots()
+    asked = cache_options("narrowkv_k8v4")
+    assert chosen_slots(asked["kv_cache_dtype"], asked["additional_config"]) == "narrowkv_k8v4"
+    assert cache_options("ultraquant_4bit") == {"kv_cache_dtype": "ultraquant_4bit"}

@@ -37,7 +37,7 @@ from narrowkv.engines import vllm as narrow
 from narrowkv.engines.tiny import tiny_model
 from vllm import LLM, SamplingParams
 tiny_model("llama-3-tiny", num_layers=5).save_pretrained("model")
-narrow.register(cpu=True)  # on a GPU: LLM(..., attention_backend="CUSTOM")
+narrow.register(instead_of="CPU_ATTN")  # on a GPU: LLM(..., attention_backend="CUSTOM")
 sizes = {"max_model_len": 64, "block_size": 32, "num_gpu_blocks_override": 8, "max_num_seqs": 1}
 llm = LLM("model", kv_cache_dtype=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, **sizes)
 settings = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, detokenize=False)

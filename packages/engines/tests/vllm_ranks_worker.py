@@ -17,7 +17,7 @@ from vllm.v1.worker.block_table import BlockTable
 from narrowkv.context_parallel import ShardLayout
 from narrowkv.engines import vllm as narrow
 
-narrow.register(cpu=True)
+narrow.register(instead_of="CPU_ATTN")
 
 
 def compute_slot_mapping(

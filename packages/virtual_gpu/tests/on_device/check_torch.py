@@ -35,6 +35,19 @@ def test_a_view_shares_memory_and_in_place_operations_write_through():
     assert base.cpu().tolist() == [[7, 0, 0, 0], [5, 0, 5, 0], [0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_view_that_inference_mode_makes_is_written_through(before):
+    base = torch.zeros(4, device="cuda") if before else None
+    with torch.inference_mode():
+        base = torch.zeros(4, device="cuda") if base is None else base
+        view = base[1:3]
+        assert view.is_inference() != before
+        base[1:3] = 5
+        view.view(2, 1).T.add_(1)
+    assert base.tolist() == [0, 6, 6, 0]
+    assert (base._version > 0) if before else base.is_inference()
+
+
 def test_out_is_resized_on_the_device():
     out = torch.empty(0, device="cuda")
     torch.add(torch.ones(3, device="cuda"), 1, out=out)

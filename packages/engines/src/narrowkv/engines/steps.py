@@ -44,6 +44,8 @@ class Step:
         max_query_len, max_seq_len: bounds, on the host.
         query_start_loc: `[requests + 1]` int32; may be None if every request has `max_query_len` tokens.
         table: pages and lengths of the requests, by reference.
+        ragged: whether requests may have other numbers of tokens than `num_tokens` and `max_query_len` say,
+            which then only `query_start_loc` knows.
         prefill_plans: plans of this step, by shape.
     """
 
@@ -52,13 +54,14 @@ class Step:
     max_seq_len: int
     query_start_loc: torch.Tensor | None
     table: PageTable
+    ragged: bool = False
     prefill_plans: dict[Any, PrefillPlan] = field(default_factory=dict)
 
     @property
     def decodes(self) -> bool:
         """Whether all requests have the same few tokens: if the longest has as many as the average has."""
         few = self.max_query_len <= MAX_DECODE_TOKENS or self.table.tree_mask is not None
-        return few and self.num_tokens == self.table.batch_size * self.max_query_len
+        return not self.ragged and few and self.num_tokens == self.table.batch_size * self.max_query_len
 
 
 def reserve(
@@ -111,8 +114,9 @@ def _decode_bytes(
 
 
 def attend(
-    step: Step, q: torch.Tensor, cache: PagedKVCache, out: torch.Tensor, *, max_batch: int, **options: Any
-) -> None:
+    step: Step, q: torch.Tensor, cache: PagedKVCache, out: torch.Tensor, *, max_batch: int,
+    batch_invariant: bool = False, **options: Any,
+) -> None:  # fmt: skip
     """Attention of a step's tokens to the pages of its requests, into `out`.
 
     Args:
@@ -121,14 +125,16 @@ def attend(
         cache: the layer's pages.
         out: like q.
         max_batch: requests of a decode step, at most.
+        batch_invariant: give a token the same bits whatever else is in its step. Decodes then go the way of
+            prefills, with which they share steps.
         **options: of `paged_decode` and `batch_prefill`: sm_scale, logits_soft_cap, window_left, sinks.
     """
-    if step.decodes:
+    if step.decodes and not batch_invariant:
         plan = _decode_plan(q, cache, step, max_batch)
         paged_decode(q, cache, step.table, out=out, plan=plan, **options)
         return
     assert step.query_start_loc is not None
-    prefill = _prefill_plan(q, cache, step)
+    prefill = _prefill_plan(q, cache, step, batch_invariant)
     batch_prefill(q, cache, step.table, step.query_start_loc, out=out, plan=prefill, **options)
 
 
@@ -150,7 +156,7 @@ def _decode_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, max_batch: in
     return plan
 
 
-def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPlan:
+def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, batch_invariant: bool) -> PrefillPlan:
     """The plan of this step, made once for all layers of a shape; its scratch goes with the step."""
     key = (_kind(cache), q.shape, q.dtype)
     if key not in step.prefill_plans:
@@ -158,5 +164,6 @@ def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPl
         step.prefill_plans[key] = plan_prefill(
             q, cache, step.table, step.query_start_loc, max_q_len=max(step.max_query_len, 1),
             max_seq_len=max(step.max_seq_len, 1), scratch_limit_bytes=SCRATCH_BYTES,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
     return step.prefill_plans[key]

@@ -251,19 +251,16 @@ def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
     import narrowkv.engines.vllm as narrow
     from narrowkv.engines import steps
     from narrowkv.engines.vllm import backend
-    from narrowkv.engines.vllm.slots import OWN_SLOTS, ULTRAQUANT
+    from narrowkv.engines.vllm.slots import ULTRAQUANT, cache_options
 
     on_cpu = current_platform.is_cpu()
 
     def serve(folder: str, cache: str, **chosen: Any) -> tuple[list[int], dict[int, float], float]:
         selector._cached_get_attn_backend.cache_clear()
-        if cache in OWN_SLOTS:
-            cache, chosen = "fp8", {**chosen, "additional_config": {"kv_cache": cache}}
         llm = LLM(
-            model=folder, skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache,
-            enforce_eager=True,
+            model=folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
             max_model_len=64, block_size=32, max_num_seqs=2, max_num_batched_tokens=64,
-            num_gpu_blocks_override=32, **chosen,
+            num_gpu_blocks_override=32, **cache_options(cache), **chosen,
         )  # fmt: skip
         settings = SamplingParams(
             max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=5
@@ -286,7 +283,7 @@ def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
             owns[num_layers] = folder, serve(folder, "auto")
         first = owns[min(owns)][1]
         yield compared(OWN, first[:2], *first)
-        narrow.register(cpu=on_cpu)
+        narrow.register(instead_of="CPU_ATTN" if on_cpu else None)
         chosen = {} if on_cpu else {"attention_backend": "CUSTOM"}
         for kind in caches:
             folder, own = owns[layers[kind]]

@@ -9,31 +9,39 @@ Example:
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from narrowkv.engines.geometry import decoder_reasons, head_dims
 from narrowkv.engines.versions import adapting
-from narrowkv.engines.vllm.slots import CACHE_DTYPES, OWN_SLOTS, slot_reasons
+from narrowkv.engines.vllm.slots import CACHE_DTYPES, OWN_SLOTS, register_own_slots, slot_reasons
+from narrowkv.runtime.errors import check_choice
 
 BACKEND = "narrowkv.engines.vllm.NarrowAttentionBackend"
 
 
-def register(*, cpu: bool = False) -> None:
-    """Makes narrowkv vLLM's backend CUSTOM.
+def register(*, instead_of: str | None = None) -> None:
+    """Makes narrowkv vLLM's backend CUSTOM, and its cache dtypes known to a vLLM that takes new ones (0.33).
 
     Args:
-        cpu: also take the place of the CPU's own backend, because vLLM on a CPU takes no other. It holds for
-            this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0.
+        instead_of: backends of vLLM that narrowkv also replaces, by their names and separated by commas; None
+            takes them from the environment variable NARROWKV_VLLM_INSTEAD_OF, which reaches all processes of
+            vLLM. Replacing "ROCM_ATTN", the first that vLLM considers on ROCm, makes narrowkv the automatic
+            choice. vLLM on a CPU takes no other backend than "CPU_ATTN".
 
     Raises:
+        ValueError: vLLM has no such backend.
         EngineVersionError: the installed vLLM lacks a name that the adapter imports.
     """
     with adapting("vllm"):
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    register_own_slots()
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    if cpu:
-        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    asked = os.environ.get("NARROWKV_VLLM_INSTEAD_OF", "") if instead_of is None else instead_of
+    known = AttentionBackendEnum.__members__
+    for name in filter(None, (each.strip() for each in asked.split(","))):
+        register_backend(known[check_choice("instead_of", name, tuple(known))], BACKEND)
 
 
 def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
@@ -41,8 +49,8 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
 
     Args:
         config: the model's configuration, as transformers reads it.
-        kv_cache_dtype: vLLM's option of that name; or "narrowkv_k8v4" or "narrowkv_fp4", which are asked
-            for beside "fp8".
+        kv_cache_dtype: vLLM's option of that name; vLLM 0.32 is asked for "narrowkv_k8v4" and "narrowkv_fp4"
+            by `additional_config` and "fp8".
 
     Returns:
         Sentences, in no order.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backend import (
@@ -21,16 +23,18 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from narrowkv.attn_decode import DecodeShape
 from narrowkv.context_parallel import ShardLayout
 from narrowkv.engines.ranks import Ranks, RanksStep, attend_over_ranks
-from narrowkv.engines.steps import SCRATCH_BYTES, Step, attend, reserve_decode
+from narrowkv.engines.steps import MAX_DECODE_TOKENS, SCRATCH_BYTES, Step, attend, reserve_decode
 from narrowkv.engines.vllm.slots import (
     CACHE_DTYPES,
     INT4,
     INT8,
+    OWN_SLOTS,
     PER_TOKEN_HEAD,
     ULTRAQUANT,
     chosen_slots,
     format_of,
     layer_cache,
+    own_slots_of,
     randomly_rotated,
     rotation_block,
     scales_of,
@@ -40,6 +44,12 @@ from narrowkv.engines.vllm.slots import (
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.errors import UnsupportedError
+
+# The mode of cache dtypes that plugins register; vLLM 0.32 has none.
+_CUSTOM = getattr(KVQuantMode, "CUSTOM", None)
+# What slots of "fp8" hold in vLLM 0.32, which has no names for narrowkv's own: the layer that was made last
+# writes it, because vLLM asks for the size of a slot without its configuration.
+_beside_fp8 = ["fp8"]
 
 
 class NarrowMetadataBuilder(AttentionMetadataBuilder):
@@ -52,7 +62,20 @@ class NarrowMetadataBuilder(AttentionMetadataBuilder):
         self.block_size = kv_cache_spec.block_size
         sharded = getattr(kv_cache_spec, "dcp_sharded", True)
         self.ranks = vllm_config.parallel_config.decode_context_parallel_size if sharded else 1
+        # Adaptive verification shortens requests on the device; the host knows bounds of their lengths.
+        speculative = vllm_config.speculative_config
+        self.ragged = bool(getattr(speculative, "enable_adaptive_verification", False))
+        if self.ragged and self.ranks > 1:
+            raise UnsupportedError(
+                "narrowkv's backend takes the host's query lengths under decode context parallelism: "
+                "turn adaptive verification off"
+            )
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """Graphs of decode steps are replayed with any query lengths up to this one."""
+        return MAX_DECODE_TOKENS
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """The metadata of a step."""
@@ -71,6 +94,7 @@ class NarrowMetadataBuilder(AttentionMetadataBuilder):
                 batch.seq_lens[:requests],
                 page_size=self.block_size * self.ranks,
             ),
+            self.ragged and batch.max_query_len > 1,
         )
 
 
@@ -78,7 +102,7 @@ class NarrowAttentionBackend(AttentionBackend):
     """What vLLM asks of a backend before it makes layers."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_DTYPES, *OWN_SLOTS]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -118,8 +142,13 @@ class NarrowAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Query lengths on the host are those on the device: whether a step decodes is told by the host's."""
-        return False
+        """Where vLLM shortens requests on the device, their lengths are read there."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """With VLLM_BATCH_INVARIANT a token gets the same bits in any step."""
+        return True
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
@@ -134,8 +163,11 @@ class NarrowAttentionBackend(AttentionBackend):
             KVQuantMode.FP8_PER_TOKEN_HEAD: PER_TOKEN_HEAD,
             KVQuantMode.INT8_PER_TOKEN_HEAD: INT8,
             KVQuantMode.INT4_PER_TOKEN_HEAD: INT4,
-            KVQuantMode.FP8_PER_TENSOR: NarrowAttention.slots,
         }
+        if _CUSTOM is None:
+            names[KVQuantMode.FP8_PER_TENSOR] = _beside_fp8[0]
+        elif spec.kv_quant_mode == _CUSTOM:
+            names[_CUSTOM] = own_slots_of(spec.dtype)
         name = names.get(spec.kv_quant_mode, "auto")
         content = slot_bytes(name, spec.head_size)
         if content is None or spec.state_content_bytes is not None:
@@ -157,8 +189,6 @@ class NarrowAttention(AttentionImpl):
     supports_dcp = True
     supports_mtp_with_cp_non_trivial_interleave_size = True
     supports_quant_query_input = False
-    # What slots of the model that was made last hold; vLLM asks for their size when it has made its layers.
-    slots = "fp8"
     # The rotary embedding of the step, which its layers share, and what it was made of.
     _rope: ClassVar[tuple[Any, Rope] | None] = None
 
@@ -187,7 +217,8 @@ class NarrowAttention(AttentionImpl):
         self.kv_cache_dtype = kv_cache_dtype
         if kv_cache_dtype.startswith("fp8"):  # layers may be left in 16 bits
             additional = None if config is None else config.additional_config
-            self.kv_cache_dtype = NarrowAttention.slots = chosen_slots(kv_cache_dtype, additional)
+            self.kv_cache_dtype = chosen_slots(kv_cache_dtype, additional, has_names=_CUSTOM is not None)
+            _beside_fp8[0] = self.kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.options: dict[str, Any] = {
@@ -202,9 +233,13 @@ class NarrowAttention(AttentionImpl):
             self.options["sm_scale"] /= rotation_block(head_size)
         elif self.kv_cache_dtype == ULTRAQUANT:
             self.exponent = "ultraquant"
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        if self.batch_invariant and (self.rotates or self.dcp_world_size > 1):
+            what = "decode context parallelism" if self.dcp_world_size > 1 else INT4
+            raise UnsupportedError(f"narrowkv's backend is not batch-invariant with {what}")
         for reason in slot_reasons(self.kv_cache_dtype, head_size):
             raise UnsupportedError(f"{reason}: choose kv_cache_dtype fp8 for this model")
-        self._cache: tuple[int, PagedKVCache] | None = None
+        self._cache: tuple[weakref.ref[torch.Tensor], PagedKVCache] | None = None
         self._max_batch = 1
         self._ranks: Ranks | None = None
         self._reserve(config)
@@ -242,12 +277,20 @@ class NarrowAttention(AttentionImpl):
             self._ranks.reserve(shape, device)
 
     def cache_of(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:
-        """The layer's pages as views, made again only if vLLM has moved them."""
-        address = kv_cache.data_ptr()
-        if self._cache is None or self._cache[0] != address:
-            made = layer_cache(kv_cache, self.kv_cache_dtype, self.head_size, layer._k_scale, layer._v_scale)
-            self._cache = (address, made)
+        """The layer's pages as views, made again only if vLLM has another cache.
+
+        They are dropped with vLLM's tensor: it frees the small cache that it profiles with before it measures
+        what is free.
+        """
+        if self._cache is None or self._cache[0]() is not kv_cache:
+            pages = kv_cache.data  # a view of kv_cache itself would keep it
+            made = layer_cache(pages, self.kv_cache_dtype, self.head_size, layer._k_scale, layer._v_scale)
+            self._cache = (weakref.ref(kv_cache, self._forget), made)
         return self._cache[1]
+
+    def _forget(self, kv_cache: weakref.ref[torch.Tensor]) -> None:
+        if self._cache is not None and self._cache[0] is kv_cache:
+            self._cache = None
 
     def do_kv_cache_update(
         self,
@@ -344,7 +387,7 @@ class NarrowAttention(AttentionImpl):
             k, v = (x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
             attend_over_ranks(step, q, k, v, cache, out, ranks=self._ranks, **options)
         else:
-            attend(step, q, cache, out, **options)
+            attend(step, q, cache, out, batch_invariant=self.batch_invariant, **options)
         if self.rotates:
             out.copy_(randomly_rotated(out, inverse=True))
         return output

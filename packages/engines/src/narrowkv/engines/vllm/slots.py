@@ -10,7 +10,8 @@ A slot holds everything of one token and head, in this order:
     narrowkv_k8v4           K in FP8 | fp32 scale | V codes | E4M3 scale | padding to a multiple of 4 bytes
     narrowkv_fp4            K codes | E4M3 scale | V codes | E4M3 scale
 
-vLLM has no names for the last two: `chosen_slots` says how they are asked for.
+The last two are narrowkv's own: `register_own_slots` makes them names of `--kv-cache-dtype`. vLLM 0.32 takes
+no new names: `chosen_slots` says how they are asked for there.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from narrowkv.runtime.launch import active_target
 __all__ = [
     "CACHE_DTYPES",
     "OWN_SLOTS",
+    "cache_options",
     "chosen_slots",
     "format_of",
     "layer_cache",
+    "own_slots_of",
     "randomly_rotated",
+    "register_own_slots",
     "rotation_block",
     "scales_of",
     "slot_bytes",
@@ -41,7 +45,10 @@ __all__ = [
 ]
 
 K8V4, FP4 = "narrowkv_k8v4", "narrowkv_fp4"
-OWN_SLOTS = (K8V4, FP4)
+# The dtype in which vLLM views slots of narrowkv's own, bytes in any case: all that vLLM's specification of a
+# cache says of their name.
+_VIEWED_AS = {K8V4: torch.uint8, FP4: torch.int8}
+OWN_SLOTS = tuple(_VIEWED_AS)
 PER_TOKEN_HEAD, ULTRAQUANT = "fp8_per_token_head", "ultraquant_4bit"
 INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 _GROUP = 32
@@ -52,15 +59,67 @@ CACHE_DTYPES = (
 )  # fmt: skip
 
 
-def chosen_slots(cache_dtype: str, additional_config: Any) -> str:
+class _OwnCacheDtype:
+    """What vLLM asks about a cache dtype that a plugin registers."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype in which vLLM views the cache."""
+        return _VIEWED_AS[self.name]
+
+    def quant_mode(self) -> Any:
+        """A mode of which vLLM knows only that its kernels do not serve it."""
+        from vllm.v1.kv_cache_interface import KVQuantMode
+
+        return KVQuantMode.CUSTOM
+
+
+def register_own_slots() -> bool:
+    """Makes `OWN_SLOTS` names of vLLM's `--kv-cache-dtype`; False if the installed vLLM takes none (0.32)."""
+    try:
+        from vllm.config.cache import is_known_kv_cache_dtype, register_kv_cache_dtype
+    except ImportError:
+        return False
+    for name in OWN_SLOTS:
+        if not is_known_kv_cache_dtype(name):
+            register_kv_cache_dtype(name)(functools.partial(_OwnCacheDtype, name))
+    return True
+
+
+def cache_options(cache_dtype: str) -> dict[str, Any]:
+    """The options of vLLM's `LLM` that ask for a cache, in any version.
+
+    Args:
+        cache_dtype: one of `CACHE_DTYPES` or `OWN_SLOTS`.
+    """
+    if cache_dtype in OWN_SLOTS and not register_own_slots():
+        return {"kv_cache_dtype": "fp8", "additional_config": {"kv_cache": cache_dtype}}
+    return {"kv_cache_dtype": cache_dtype}
+
+
+def own_slots_of(viewed_as: torch.dtype) -> str:
+    """Which of `OWN_SLOTS` a cache has that vLLM views in this dtype.
+
+    Example:
+        >>> own_slots_of(torch.uint8)
+        'narrowkv_k8v4'
+    """
+    return next(name for name, dtype in _VIEWED_AS.items() if dtype == viewed_as)
+
+
+def chosen_slots(cache_dtype: str, additional_config: Any, *, has_names: bool = False) -> str:
     """What slots hold: vLLM's cache dtype, or one of `OWN_SLOTS` that is asked for beside "fp8".
 
     Args:
         cache_dtype: vLLM's `kv_cache_dtype`.
         additional_config: vLLM's option of that name; its entry "kv_cache" names one of `OWN_SLOTS`.
+        has_names: whether `OWN_SLOTS` are cache dtypes of the installed vLLM.
 
     Raises:
-        ValueError: for another name, or beside another cache dtype, whose bytes vLLM would allocate.
+        ValueError: for another name, or beside another cache dtype, whose bytes vLLM would allocate; for any
+            name if `has_names`.
 
     Example:
         >>> chosen_slots("fp8", {"kv_cache": "narrowkv_k8v4"}), chosen_slots("fp8", {})
@@ -70,6 +129,8 @@ def chosen_slots(cache_dtype: str, additional_config: Any) -> str:
     if own is None:
         return cache_dtype
     check_choice('additional_config["kv_cache"]', own, OWN_SLOTS)
+    if has_names:
+        raise ValueError(f'kv_cache_dtype must be {own} in this vLLM, without additional_config["kv_cache"]')
     if cache_dtype not in ("fp8", "fp8_e4m3"):
         raise ValueError(f"kv_cache_dtype must be fp8 with {own}, got {cache_dtype!r}")
     return str(own)

@@ -166,12 +166,23 @@ void replace_hooks() {
 }
 
 // -------------------------------------------------------------------------------------------- operations
-c10::intrusive_ptr<c10::TensorImpl> same_view(const Tensor& tensor, c10::Storage storage, c10::DispatchKeySet keys) {
-  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), keys, tensor.dtype());
+using TensorImpl = c10::intrusive_ptr<c10::TensorImpl>;
+
+TensorImpl like(const Tensor& tensor, TensorImpl impl) {
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-  if (tensor.is_conj()) impl->_set_conj(true);
-  if (tensor.is_neg()) impl->_set_neg(true);
+  impl->_set_conj(tensor.is_conj());
+  impl->_set_neg(tensor.is_neg());
   return impl;
+}
+
+TensorImpl same_view(const Tensor& tensor, c10::Storage storage, c10::DispatchKeySet keys) {
+  return like(tensor, c10::make_intrusive<c10::TensorImpl>(std::move(storage), keys, tensor.dtype()));
+}
+
+// A view of `base`, which is an inference tensor only if `base` is one, in inference mode too.
+TensorImpl view_of(const Tensor& base, const Tensor& tensor) {
+  return like(tensor, c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                                                           base.key_set(), tensor.dtype()));
 }
 
 // The CPU tensors that stand for the GPU tensors of one call, over the same bytes.
@@ -195,7 +206,7 @@ class Aliases {
       c10::DataPtr bytes(tensor.storage().mutable_data(), at::kCPU);  // `pairs_` keeps their owner
       c10::Storage cpu(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(bytes),
                        at::getCPUAllocator(), true);
-      gpu_of_.emplace(cpu.unsafeGetStorageImpl(), tensor.storage());
+      gpu_of_.emplace(cpu.unsafeGetStorageImpl(), tensor);
       found = cpu_of_.emplace(key, cpu).first;
     }
     Tensor alias(same_view(tensor, found->second, kCpuKeys));
@@ -212,7 +223,7 @@ class Aliases {
     auto same = original_.find(tensor.unsafeGetTensorImpl());
     if (same != original_.end()) return same->second;
     auto view = gpu_of_.find(tensor.storage().unsafeGetStorageImpl());
-    if (view != gpu_of_.end()) return Tensor(same_view(tensor, view->second, kCudaKeys));
+    if (view != gpu_of_.end()) return Tensor(view_of(view->second, tensor));
     const c10::OptionalDeviceGuard guard(target());
     const size_t size = tensor.storage().nbytes();
     c10::Storage storage(c10::Storage::use_byte_size_t(), size, device_memory.allocate(size), &device_memory, true);
@@ -259,7 +270,8 @@ class Aliases {
   int device_ = -1;
   bool cpu_operand_ = false;
   std::optional<at::Device> target_;
-  std::unordered_map<c10::StorageImpl*, c10::Storage> cpu_of_, gpu_of_;
+  std::unordered_map<c10::StorageImpl*, c10::Storage> cpu_of_;
+  std::unordered_map<c10::StorageImpl*, Tensor> gpu_of_;
   std::unordered_map<c10::TensorImpl*, Tensor> original_;
   std::vector<std::pair<Tensor, Tensor>> pairs_;
 };
