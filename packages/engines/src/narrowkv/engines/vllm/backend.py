@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from narrowkv.attn_decode import DecodeShape
 from narrowkv.context_parallel import ShardLayout
 from narrowkv.engines.ranks import Ranks, RanksStep, attend_over_ranks
-from narrowkv.engines.steps import SCRATCH_BYTES, Step, attend, reserve_decode
+from narrowkv.engines.steps import SCRATCH_BYTES, Step, attend, divide, reserve_decode
 from narrowkv.engines.vllm.slots import (
     CACHE_DTYPES,
     INT4,
@@ -61,7 +61,7 @@ class NarrowMetadataBuilder(AttentionMetadataBuilder):
             raise UnsupportedError("narrowkv's backend serves causal attention, got causal=False from vLLM")
         requests = batch.num_reqs
         # Under decode context parallelism all ranks have the same page ids, each a page of tokens of its own.
-        return (Step if self.ranks == 1 else RanksStep)(
+        step = (Step if self.ranks == 1 else RanksStep)(
             batch.num_actual_tokens,
             batch.max_query_len,
             batch.max_seq_len,
@@ -71,6 +71,15 @@ class NarrowMetadataBuilder(AttentionMetadataBuilder):
                 batch.seq_lens[:requests],
                 page_size=self.block_size * self.ranks,
             ),
+        )
+        if self.ranks > 1 or step.decodes:
+            return step
+        bounds = getattr(batch, "seq_lens_cpu_upper_bound", None)
+        return divide(
+            step,
+            batch.query_start_loc_cpu[: requests + 1].tolist(),
+            None if bounds is None else bounds[:requests].tolist(),
+            decode_tokens=self.reorder_batch_threshold,
         )
 
 
