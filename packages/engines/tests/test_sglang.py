@@ -224,8 +224,8 @@ def test_steps_over_sglangs_pools_are_attention_over_the_stored_tokens(pool, lay
     batch = Batch(pool)
     layers = [make_layer(index, **options) for index, options in enumerate(layers)]
     sinks = torch.linspace(-1, 2, HEADS).bfloat16() if has_sinks else None
-    # A prompt each, more of it (a prefix is cached by then), and two tokens.
-    for new in ([9, 20], [3, 1], [1, 1], [1, 1]):
+    # A prompt each, more of it (a prefix is cached by then) beside a decode, and two tokens.
+    for new in ([9, 4], [17, 1], [1, 1], [1, 1]):
         forward = batch.prepared(new)
         for layer in layers:
             k, _ = batch.check(layer, forward, sinks=sinks)
@@ -235,7 +235,7 @@ def test_steps_over_sglangs_pools_are_attention_over_the_stored_tokens(pool, lay
             scale = float(layer.k_scale) if stored.dtype == FP8 else 1
             assert relative_l1(stored[slots].float() * scale, k.float()) < 0.05  # of E4M3
     count = len(layers)
-    assert calls.counts == {"append": 4 * count, "batch_prefill": 2 * count, "paged_decode": 2 * count}
+    assert calls.counts == {"append": 4 * count, "batch_prefill": 2 * count, "paged_decode": 3 * count}
     assert calls.memory == {pool.get_key_buffer(layer.layer_id).data_ptr() for layer in layers}
 
 
@@ -389,11 +389,12 @@ def test_no_step_copies_a_cache_or_reads_from_the_device(kind):
         forward = batch.prepared(new)
         tensors = batch.tensors()
         made.forward(*tensors, layer, forward)  # plans
-        with operators((backend, "append"), *KERNELS, (steps, "plan_prefill")) as seen:
+        with operators((backend, "append"), *KERNELS) as seen:
             made.init_forward_metadata(forward)
             # Lengths are SGLang's own, on the host.
             assert seen.count("__int__") <= 1
-            assert {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__"}.isdisjoint(seen)
+            assert seen.count("tolist") <= 1
+            assert {"item", "cpu", "numpy", "nonzero", "__bool__", "__float__"}.isdisjoint(seen)
             seen.clear()
             made.forward(*tensors, layer, forward)
             assert set(seen) <= VIEWS | {"empty_like", "reshape"}

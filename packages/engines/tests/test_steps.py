@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from engine_checks import BF16
@@ -9,10 +11,12 @@ from engine_checks import BF16
 from narrowkv.attn_decode import DecodeShape, paged_decode_reference
 from narrowkv.attn_prefill import batch_prefill_reference
 from narrowkv.engines import steps
-from narrowkv.engines.steps import Step, attend, reserve_decode
+from narrowkv.engines.steps import Step, attend, divide, reserve_decode
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant import relative_l1
-from narrowkv.runtime.launch import run_as
+from narrowkv.runtime.launch import executing, run_as
+from narrowkv.runtime.targets import get_target
+from narrowkv.testing.bench.host import NullExecutor
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 12, 1, 64
 
@@ -20,17 +24,30 @@ PAGE, HEADS, KV_HEADS, DIM = 16, 12, 1, 64
 @pytest.fixture(autouse=True)
 def no_plans():
     """Every test makes its own plans and workspaces."""
-    steps._workspaces.clear()
-    steps._decode_plans.clear()
+    kept = (
+        steps._workspaces, steps._decode_plans, steps._scratch, steps._prefill_plans, steps._captured
+    )  # fmt: skip
+    for each in kept:
+        each.clear()
     yield
-    steps._workspaces.clear()
-    steps._decode_plans.clear()
+    for each in kept:
+        each.clear()
 
 
 def table_of(lens, pages=8, device="cpu"):
     ids = torch.randperm(len(lens) * pages, generator=torch.Generator().manual_seed(0)).view(len(lens), -1)
     given = torch.tensor(lens, dtype=torch.int32, device=device)
     return PageTable.from_block_table(ids.int().to(device), given, page_size=PAGE)
+
+
+def uneven_step(q_lens, lens, *, decode_tokens=1, known=True, device="cpu"):
+    """A step of requests with these query tokens and keys, as the engines' adapters make it."""
+    starts = [0, *accumulate(q_lens)]
+    step = Step(
+        sum(q_lens), max(q_lens), max(lens), torch.tensor(starts, dtype=torch.int32, device=device),
+        table_of(lens, device=device),
+    )  # fmt: skip
+    return divide(step, starts, lens if known else None, decode_tokens=decode_tokens)
 
 
 def filled(pages, *, format="fp8_e4m3fn", device="cpu", seed=1):
@@ -114,6 +131,83 @@ def test_a_token_has_the_same_bits_in_every_step_that_is_batch_invariant(format)
     assert relative_l1(alone, exact[0]) < BF16
 
 
+@pytest.mark.parametrize("window", [-1, 20])
+@pytest.mark.parametrize(
+    ("q_lens", "lens", "decode_tokens", "parts"),
+    [
+        ((1, 1, 1, 9, 5), (100, 37, 1, 80, 5), 1, [3, 14]),  # decodes before prefills
+        ((9, 5, 1, 1), (80, 5, 100, 37), 1, [14, 2]),  # and after them
+        ((4, 1, 3, 9), (100, 37, 90, 80), 4, [8, 9]),  # guesses, a number of its own in each request
+        ((4, 1, 3), (100, 37, 90), 4, []),  # no prefills
+        ((3, 3), (100, 37), 4, []),  # a decode step
+        ((9, 5), (80, 5), 1, []),  # no decodes
+        ((1, 9, 1, 5), (37, 80, 100, 5), 1, [1, 15]),  # a request that only looks like a decode
+        ((5, 1, 9), (80, 100, 37), 1, []),  # decodes in between
+    ],
+)
+def test_a_step_of_uneven_rows_is_attention_in_parts(q_lens, lens, decode_tokens, parts, window):
+    step = uneven_step(q_lens, lens, decode_tokens=decode_tokens)
+    assert [part.num_tokens for part in step.parts] == parts
+    cache, starts = filled(8 * len(lens)), torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32)
+    q = torch.randn(sum(q_lens), HEADS, DIM, generator=torch.Generator().manual_seed(2)).bfloat16()
+    out = torch.full_like(q, float("nan"))
+    attend(step, q, cache, out, max_batch=len(lens), window_left=window)
+    exact = batch_prefill_reference(q, cache, step.table, starts, window_left=window, out_dtype=torch.float32)
+    assert relative_l1(out, exact) < BF16
+
+
+def test_decodes_are_served_by_decode_and_prefills_count_their_own_keys(monkeypatch):
+    calls = []
+    for name in ("paged_decode", "batch_prefill"):
+        monkeypatch.setattr(steps, name, lambda q, *args, name=name, **options: calls.append((name, len(q))))
+    step = uneven_step((1, 1, 9, 5), (100, 37, 80, 5))
+    q = torch.zeros(16, HEADS, DIM).bfloat16()
+    attend(step, q, filled(32), torch.empty_like(q), max_batch=4)
+    assert calls == [("paged_decode", 2), ("batch_prefill", 14)]
+    decodes, prefills = step.parts
+    assert (decodes.max_kv_tokens, prefills.max_kv_tokens, prefills.max_seq_len) == (137, 85, 80)
+    (plan,) = steps._prefill_plans.values()
+    assert (plan.shape.batch, plan.shape.kv_tokens) == (2, 96)
+
+
+def test_long_decodes_leave_the_scratch_to_prefills():
+    # All keys of the step would take 1.1 GB when widened, those of the prefill 67 MB.
+    cache = PagedKVCache.empty(1, PAGE, 8, 128, format="fp8_e4m3fnuz", k_descale=1.0, v_descale=1.0)
+    q_lens, lens = (1,) * 30 + (512,), (8192,) * 30 + (16384,)
+    starts = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32)
+    ids = torch.zeros(31, 16384 // PAGE, dtype=torch.int32)
+    table = PageTable.from_block_table(ids, torch.tensor(lens, dtype=torch.int32), page_size=PAGE)
+    step = Step(542, 512, 16384, starts, table)
+    q = torch.empty(542, 96, 128, dtype=torch.bfloat16)
+    with executing(NullExecutor(get_target("gfx942"))):
+        for known in (None, lens):
+            attend(divide(step, starts.tolist(), known), q, cache, torch.empty_like(q), max_batch=31)
+            attend(step, q, cache, torch.empty_like(q), max_batch=31)
+            kernels = {plan.shape.batch: plan.config.kernel for plan in steps._prefill_plans.values()}
+            assert kernels == {1: "dense", 32: "fused"}
+            steps._prefill_plans.clear()
+
+
+def test_plans_of_prefills_outlive_their_steps_and_share_one_workspace():
+    cache = filled(32)
+    q = torch.randn(64, HEADS, DIM).bfloat16()
+
+    def run(*sizes):
+        step = uneven_step(*sizes)
+        rows = q[: step.num_tokens]
+        attend(step, rows, cache, torch.empty_like(rows), max_batch=4)
+        return dict(steps._prefill_plans)
+
+    first = run((9, 5), (80, 50))
+    assert run((12, 7), (75, 55)) == first  # about as large: the same plan
+    larger = run((30, 5), (120, 50))
+    assert len(larger) == 1  # its scratch is larger, so the smaller one is gone
+    assert first.keys().isdisjoint(larger)
+    both = run((9, 5), (80, 50))
+    assert len(both) == 2
+    assert {id(plan.workspace) for plan in both.values()} == {id(steps._scratch[torch.device("cpu")])}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["bf16", "fp8_e4m3fn"])
 def test_a_graph_of_a_step_is_replayed_with_other_pages_and_lengths(format):
@@ -180,3 +274,32 @@ def test_no_step_waits_for_a_gpu():
         torch.cuda.set_sync_debug_mode("default")
     exact = batch_prefill_reference(chunk, cache, table, starts, out_dtype=torch.float32)
     assert relative_l1(found, exact) < BF16
+
+
+@pytest.mark.gpu
+def test_a_captured_prefill_keeps_its_scratch():
+    """Its plan stays when later steps need more scratch; one that is made during a capture is the graph's."""
+    cache = filled(32, device="cuda")
+    q = torch.randn(14, HEADS, DIM, device="cuda").bfloat16()
+    long = torch.randn(120, HEADS, DIM, device="cuda").bfloat16()
+    for planned in (True, False):
+        step, out = uneven_step((9, 5), (80, 50), device="cuda"), torch.empty_like(q)
+        attend(step, q, cache, out, max_batch=4)  # compiles
+        if not planned:
+            steps._prefill_plans.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend(step, q, cache, out, max_batch=4)
+        assert bool(steps._prefill_plans) == planned
+        attend(
+            uneven_step((64, 56), (120, 110), device="cuda"), long, cache, torch.empty_like(long), max_batch=4
+        )
+        junk = torch.full((2**22,), 255, dtype=torch.uint8, device="cuda")  # where freed memory was
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        starts = torch.tensor([0, 9, 14], dtype=torch.int32, device="cuda")
+        exact = batch_prefill_reference(q, cache, step.table, starts, out_dtype=torch.float32)
+        assert relative_l1(out, exact) < BF16
+        assert steps._captured[-1].workspace is not None
+        del junk

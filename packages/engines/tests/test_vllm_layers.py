@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
-from engine_checks import BF16
+from engine_checks import BF16, watch
 from step_costs import MICROSECONDS, VIEWS, least_microseconds, operators
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, get_kv_qu
 from vllm_parts import make_builder
 
 from narrowkv.attn_decode import paged_decode_reference
+from narrowkv.attn_prefill import batch_prefill_reference
 from narrowkv.engines import steps
 from narrowkv.engines.vllm import BACKEND, backend, register
 from narrowkv.engines.vllm.backend import NarrowAttention, NarrowAttentionBackend
@@ -89,6 +91,28 @@ def test_a_layer_copies_nothing_reads_nothing_and_is_attention(cache_dtype):
     if rotates:
         exact = randomly_rotated(exact, inverse=True)
     assert relative_l1(layer.out, exact) < (0.01 if rotates else BF16)
+
+
+@pytest.mark.parametrize("known", [True, False])  # whether vLLM says how long requests are at most
+def test_decodes_and_prefills_of_a_step_are_served_apart(known, monkeypatch):
+    calls = watch(monkeypatch, (steps, "paged_decode"), (steps, "batch_prefill"))
+    layer = Layer("fp8")
+    builder, common = make_step()
+    builder.reorder_batch_threshold = 1
+    starts, lens = torch.tensor([0, 1, 18], dtype=torch.int32), torch.tensor(LENS, dtype=torch.int32)
+    common = replace(
+        common, query_start_loc=starts, query_start_loc_cpu=starts, num_actual_tokens=18, max_query_len=17,
+        seq_lens_cpu_upper_bound=lens if known else None,
+    )  # fmt: skip
+    step = builder.build(0, common)
+    q = torch.randn(18, HEADS, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out = torch.empty_like(q)
+    layer.impl.forward(layer, q, q, q, layer.kv_cache, step, out)
+    assert calls.counts == {"paged_decode": 1, "batch_prefill": 1}
+    assert [part.max_kv_tokens for part in step.parts] == (list(LENS) if known else [0, 0])
+    cache = layer.impl.cache_of(layer, layer.kv_cache)
+    exact = batch_prefill_reference(q, cache, step.table, starts, out_dtype=torch.float32)
+    assert relative_l1(out, exact) < BF16
 
 
 def test_a_layer_adds_little_time_to_its_planned_calls(monkeypatch):

@@ -111,7 +111,7 @@ def plan_prefill(
     shape = bounded(shape, max_q_len, max_seq_len, max_kv_tokens)
     if validate and page_table is not None and cu_seqlens_q is not None:
         check_values(shape, cache, page_table, cu_seqlens_q)
-    plan = _plan(
+    plan = plan_without_memory(
         PrefillPlan, shape, cache, kernel=kernel, num_splits=num_splits, limit=scratch_limit_bytes,
         batch_invariant=batch_invariant,
     )  # fmt: skip
@@ -168,7 +168,7 @@ def plan_append(
     check_exponent(exponent, cache.k_descale, cache.v_descale)
     if validate and page_table is not None and cu_seqlens_q is not None:
         check_values(shape, cache, page_table, cu_seqlens_q)
-    plan = _plan(
+    plan = plan_without_memory(
         AppendPlan, shape, cache, kernel=kernel, num_splits=num_splits, limit=scratch_limit_bytes,
         exponent=exponent, fp8_compute=fp8_compute,
     )  # fmt: skip
@@ -191,12 +191,12 @@ def _shape_of(
     return q
 
 
-def _plan(
+def plan_without_memory(
     kind: type[_P], shape: PrefillShape, cache: PagedKVCache, *, kernel: str | None = None,
     num_splits: int | None = None, limit: int | None = None, batch_invariant: bool = False,
     exponent: str | None = None, fp8_compute: bool = False,
 ) -> _P:  # fmt: skip
-    """A plan without its workspace; without maxima if there is no limit."""
+    """A plan without a workspace and without a plan of `paged_decode`; without maxima if `limit` is None."""
     if num_splits is not None:
         check_positive_int("num_splits", num_splits)
     if exponent is not None:
@@ -245,9 +245,9 @@ def plan_for_call(
     if plan is None:
         if kind is PrefillPlan:
             shape = prefill_shape(q, cache, page_table, cu_seqlens_q)
-            plan = _plan(PrefillPlan, shape, cache, batch_invariant=flag)
+            plan = plan_without_memory(PrefillPlan, shape, cache, batch_invariant=flag)
         else:
             shape = append_shape(q, cache, page_table, cu_seqlens_q)
-            plan = _plan(AppendPlan, shape, cache, exponent="mse", fp8_compute=flag)
+            plan = plan_without_memory(AppendPlan, shape, cache, exponent="mse", fp8_compute=flag)
         _plans.keep(key, plan)
     return cast(_P, plan)

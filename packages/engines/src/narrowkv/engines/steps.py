@@ -6,22 +6,27 @@ The adapters of vLLM and SGLang bring their batch and their cache into this form
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, plan_decode
-from narrowkv.attn_prefill import PrefillPlan, batch_prefill, plan_prefill
+from narrowkv.attn_prefill import PrefillPlan, PrefillShape, batch_prefill
+from narrowkv.attn_prefill.planning import plan_without_memory
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
 from narrowkv.runtime.launch import Workspace, active_target
+from narrowkv.runtime.operation import Bounded
 
 __all__ = [
     "MAX_DECODE_TOKENS",
     "SCRATCH_BYTES",
     "Step",
     "attend",
+    "divide",
     "reserve",
     "reserve_decode",
 ]
@@ -33,6 +38,11 @@ SCRATCH_BYTES = 512 * 2**20
 
 _workspaces: dict[torch.device, Workspace] = {}
 _decode_plans: dict[Any, DecodePlan] = {}
+# Scratch of prefills, and the plans that use it.
+_scratch: dict[torch.device, Workspace] = {}
+_prefill_plans: Bounded[PrefillPlan] = Bounded(1024)
+# Plans of prefills in captured graphs, which hold the addresses of their scratch.
+_captured: list[PrefillPlan] = []
 
 
 @dataclass
@@ -46,7 +56,8 @@ class Step:
         table: pages and lengths of the requests, by reference.
         ragged: whether requests may have other numbers of tokens than `num_tokens` and `max_query_len` say,
             which then only `query_start_loc` knows.
-        prefill_plans: plans of this step, by shape.
+        max_kv_tokens: a bound of all requests' keys together, on the host; 0 if there is none.
+        parts: steps of consecutive requests that attention serves one after the other; empty for one call.
     """
 
     num_tokens: int
@@ -55,13 +66,75 @@ class Step:
     query_start_loc: torch.Tensor | None
     table: PageTable
     ragged: bool = False
-    prefill_plans: dict[Any, PrefillPlan] = field(default_factory=dict)
+    max_kv_tokens: int = 0
+    parts: tuple[Step, ...] = ()
 
-    @property
+    @functools.cached_property
     def decodes(self) -> bool:
         """Whether all requests have the same few tokens: if the longest has as many as the average has."""
         few = self.max_query_len <= MAX_DECODE_TOKENS or self.table.tree_mask is not None
         return not self.ragged and few and self.num_tokens == self.table.batch_size * self.max_query_len
+
+    @functools.cached_property
+    def prefill_sizes(self) -> tuple[int, int, int, int]:
+        """Maxima of a plan for steps of about this size: batch, max_q_len, max_seq_len, kv_tokens."""
+        batch, max_q_len = _at_least(self.table.batch_size), _at_least(self.max_query_len)
+        max_seq_len = max(min(_at_least(self.max_seq_len), self.table.capacity), 1)
+        kv_tokens = batch * max_seq_len
+        if self.max_kv_tokens:
+            kv_tokens = min(kv_tokens, _at_least(self.max_kv_tokens, 4))
+        return batch, max_q_len, max_seq_len, kv_tokens
+
+
+def divide(
+    step: Step, starts: Sequence[int], lens: Sequence[int] | None = None, *, decode_tokens: int = 1
+) -> Step:  # fmt: skip
+    """The step with decodes and prefills as parts, if it begins with decodes or else ends with them.
+
+    Decodes are then served by `paged_decode`, and only the keys of prefills are widened. Without the division
+    keys of all requests count as those of prefills, whose scratch they may not fit.
+
+    Args:
+        step: the step; its table is a block table.
+        starts: the values of `query_start_loc`.
+        lens: keys of each request with those of the step, or bounds of them; None if the host does not know.
+        decode_tokens: query tokens up to which a request decodes.
+    """
+    if lens is not None:
+        step = replace(step, max_kv_tokens=max(sum(lens), 1))
+    if step.decodes:
+        return step
+    decodes = [end - begin <= decode_tokens for begin, end in pairwise(starts)]
+    if all(decodes):
+        return step
+    cut = decodes.index(False) or len(decodes) - decodes[::-1].index(False)
+    if cut == len(decodes):
+        return step
+    parts = tuple(
+        _part(step, starts, lens, begin, end) for begin, end in ((0, cut), (cut, len(decodes)))
+    )  # fmt: skip
+    return replace(step, parts=parts)
+
+
+def _part(step: Step, starts: Sequence[int], lens: Sequence[int] | None, begin: int, end: int) -> Step:
+    """The step of some consecutive requests."""
+    table, first = step.table, starts[begin]
+    assert table.seq_lens is not None
+    assert step.query_start_loc is not None
+    own = None if lens is None else lens[begin:end]
+    part = Step(
+        starts[end] - first,
+        max(after - before for before, after in pairwise(starts[begin : end + 1])),
+        step.max_seq_len if own is None else max(own),
+        None,
+        PageTable.from_block_table(
+            table.page_ids[begin:end], table.seq_lens[begin:end], page_size=table.page_size
+        ),
+        max_kv_tokens=0 if own is None else sum(own),
+    )  # fmt: skip
+    if not part.decodes:
+        part.query_start_loc = step.query_start_loc[begin : end + 1] - first
+    return part
 
 
 def reserve(
@@ -129,6 +202,12 @@ def attend(
             prefills, with which they share steps.
         **options: of `paged_decode` and `batch_prefill`: sm_scale, logits_soft_cap, window_left, sinks.
     """
+    if step.parts and not batch_invariant:
+        tokens = [part.num_tokens for part in step.parts]
+        rows = zip(q.split_with_sizes(tokens), out.split_with_sizes(tokens), strict=True)
+        for part, (queries, results) in zip(step.parts, rows, strict=True):
+            attend(part, queries, cache, results, max_batch=max_batch, **options)
+        return
     if step.decodes and not batch_invariant:
         plan = _decode_plan(q, cache, step, max_batch)
         paged_decode(q, cache, step.table, out=out, plan=plan, **options)
@@ -157,13 +236,47 @@ def _decode_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, max_batch: in
 
 
 def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, batch_invariant: bool) -> PrefillPlan:
-    """The plan of this step, made once for all layers of a shape; its scratch goes with the step."""
-    key = (_kind(cache), q.shape, q.dtype)
-    if key not in step.prefill_plans:
-        assert step.query_start_loc is not None
-        step.prefill_plans[key] = plan_prefill(
-            q, cache, step.table, step.query_start_loc, max_q_len=max(step.max_query_len, 1),
-            max_seq_len=max(step.max_seq_len, 1), scratch_limit_bytes=SCRATCH_BYTES,
-            batch_invariant=batch_invariant,
+    """The plan of prefills of about this size, kept for all layers of a shape and for later steps."""
+    key = (_kind(cache), q.shape[1:], q.dtype, step.prefill_sizes, batch_invariant)
+    plan = _prefill_plans.get(key)
+    captures = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if plan is None:
+        batch, max_q_len, max_seq_len, kv_tokens = step.prefill_sizes
+        shape = PrefillShape(
+            batch=batch, num_tokens=batch * max_q_len, max_q_len=max_q_len, num_qo_heads=q.shape[1],
+            num_kv_heads=cache.num_kv_heads, head_dim=q.shape[2], page_size=cache.page_size,
+            max_seq_len=max_seq_len, kv_tokens=kv_tokens, q_dtype=q.dtype,
         )  # fmt: skip
-    return step.prefill_plans[key]
+        plan = plan_without_memory(
+            PrefillPlan, shape, cache, limit=SCRATCH_BYTES, batch_invariant=batch_invariant
+        )
+        if captures:  # what is allocated now belongs to the graph
+            plan = plan.with_workspace()
+        else:
+            shared = _reserve_scratch(plan.workspace_bytes(), q.device)
+            plan = _prefill_plans.keep(key, plan.with_workspace(shared))
+    if captures:
+        _captured.append(plan)
+    return plan
+
+
+def _at_least(size: int, parts: int = 1) -> int:
+    """The least of some sizes that is not smaller: powers of two, and so many between each and the next.
+
+    Example:
+        >>> [_at_least(size) for size in (0, 1, 9)], [_at_least(size, 4) for size in (9, 10, 11, 513)]
+        ([1, 1, 16], [10, 10, 12, 640])
+    """
+    unit = max((1 << max(size - 1, 0).bit_length()) // (2 * parts), 1)
+    return max(-(-size // unit) * unit, 1)
+
+
+def _reserve_scratch(num_bytes: int, device: torch.device) -> Workspace:
+    """The one workspace of prefills of a device; plans that have a smaller one are made again."""
+    found = _scratch.get(device)
+    if found is None or found.num_bytes < num_bytes:
+        _prefill_plans.clear()
+        found = _scratch.pop(device, None)
+        del found  # before its successor is allocated
+        found = _scratch[device] = Workspace(num_bytes, device)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from narrowkv.attn_decode import DecodeShape
 from narrowkv.engines.sglang.layers import NOT_SERVED, Layer, check_options, make_layer
 from narrowkv.engines.sglang.pools import layer_buffers, pool_reasons, stored_format
-from narrowkv.engines.steps import MAX_DECODE_TOKENS, Step, attend, reserve_decode
+from narrowkv.engines.steps import MAX_DECODE_TOKENS, Step, attend, divide, reserve_decode
 from narrowkv.paged_cache import (
     PageTable,
     append,
@@ -233,8 +234,12 @@ class NarrowAttentionBackend(AttentionBackend):
         counts = batch.extend_seq_lens
         starts = torch.zeros(batch.batch_size + 1, dtype=torch.int32, device=self.device)
         torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
-        new = batch.extend_seq_lens_cpu
-        self.forward_metadata = self._groups(batch, max(new), longest, tokens=sum(new), starts=starts)
+        new, host_lens = batch.extend_seq_lens_cpu, batch.seq_lens_cpu
+        lens = None if host_lens is None else host_lens.tolist()
+        groups = self._groups(batch, max(new), longest, tokens=sum(new), starts=starts)
+        for group in groups.values():  # decodes come after prefills
+            group.step = divide(group.step, [0, *accumulate(new)], lens)
+        self.forward_metadata = groups
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocates what graphs read, for this many requests and tokens."""

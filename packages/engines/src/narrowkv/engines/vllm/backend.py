@@ -23,7 +23,14 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from narrowkv.attn_decode import DecodeShape
 from narrowkv.context_parallel import ShardLayout
 from narrowkv.engines.ranks import Ranks, RanksStep, attend_over_ranks
-from narrowkv.engines.steps import MAX_DECODE_TOKENS, SCRATCH_BYTES, Step, attend, reserve_decode
+from narrowkv.engines.steps import (
+    MAX_DECODE_TOKENS,
+    SCRATCH_BYTES,
+    Step,
+    attend,
+    divide,
+    reserve_decode,
+)
 from narrowkv.engines.vllm.slots import (
     CACHE_DTYPES,
     INT4,
@@ -84,7 +91,7 @@ class NarrowMetadataBuilder(AttentionMetadataBuilder):
             raise UnsupportedError("narrowkv's backend serves causal attention, got causal=False from vLLM")
         requests = batch.num_reqs
         # Under decode context parallelism all ranks have the same page ids, each a page of tokens of its own.
-        return (Step if self.ranks == 1 else RanksStep)(
+        step = (Step if self.ranks == 1 else RanksStep)(
             batch.num_actual_tokens,
             batch.max_query_len,
             batch.max_seq_len,
@@ -95,6 +102,15 @@ class NarrowMetadataBuilder(AttentionMetadataBuilder):
                 page_size=self.block_size * self.ranks,
             ),
             self.ragged and batch.max_query_len > 1,
+        )
+        if self.ranks > 1 or step.decodes or step.ragged:
+            return step
+        bounds = getattr(batch, "seq_lens_cpu_upper_bound", None)
+        return divide(
+            step,
+            batch.query_start_loc_cpu[: requests + 1].tolist(),
+            None if bounds is None else bounds[:requests].tolist(),
+            decode_tokens=self.reorder_batch_threshold,
         )
 
 

@@ -1,0 +1,223 @@
+"""Host and device time of attention in an engine's steps, by every way to serve them.
+
+    python benchmarks/engines_steps.py
+
+Traces of steps are replayed as the adapters of vLLM and SGLang serve them: the step is prepared, then each
+layer attends. No step has the query lengths and contexts of another, so plans have to serve sizes that they
+were not made for. The ways:
+
+- "parts": decodes and prefills apart, as the adapters do;
+- "one call": the same step as one call, with kept plans;
+- "planned anew": one call whose plan is made in each step and knows only the longest request;
+- "4 tokens each": of guesses, a decode step in which every request has as many tokens as the longest.
+
+Host times are medians of the calling thread's CPU time. Device times are those of one layer in a graph, with
+a cold L2. Without a GPU launches do nothing, and there are no device times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from narrowkv.engines import steps
+from narrowkv.engines.steps import Step, attend, divide
+from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.quant import relative_l1
+from narrowkv.runtime.launch import executing
+from narrowkv.runtime.targets import get_target
+from narrowkv.testing import traffic
+from narrowkv.testing.bench.host import NullExecutor
+from narrowkv.testing.bench.timing import GraphTimer
+from narrowkv.testing.bench.traffic import TrafficBench
+
+GUESSES, CONTEXT, CHUNK, PAGE = 4, 8192, 512, 16
+CAPACITY = 65_536  # tokens of a row of the block table
+AGREE = 0.004  # relative L1 error between two ways
+TRACES = ("decode", "mixed", "guesses", "guesses, mixed")
+MODELS = {"96/8": "glm-4.5", "32/8": "llama-8b", "8/1": "llama-70b-tp8"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Query tokens and keys of the requests of a step."""
+
+    q_lens: tuple[int, ...]
+    lens: tuple[int, ...]
+
+
+def traces(count: int, seed: int) -> dict[str, list[Sizes]]:
+    """Steps by the name of their trace; device time is measured of the first one, which no seed changes."""
+    draw = random.Random(seed)
+    found: dict[str, list[Sizes]] = {name: [] for name in TRACES}
+    for index in range(count):
+        old = CONTEXT + index * (1 + seed)
+        chunks = [CHUNK - (draw.randrange(CHUNK // 2) if index else 0) for _ in range(4)]
+        keys = [new + CHUNK * (2 * place + index % 3) for place, new in enumerate(chunks)]
+        guesses = [1 + place % GUESSES for place in range(64)]
+        if index:
+            draw.shuffle(guesses)
+        found["decode"].append(Sizes((1,) * 64, (old,) * 64))
+        found["mixed"].append(Sizes((1,) * 60 + tuple(chunks), (old,) * 60 + tuple(keys)))
+        found["guesses"].append(Sizes(tuple(guesses), (old,) * 64))
+        found["guesses, mixed"].append(Sizes((*guesses[:60], *chunks), (old,) * 60 + tuple(keys)))
+    return found
+
+
+class Model:
+    """Tensors of a layer's attention, for steps of up to the largest."""
+
+    def __init__(self, heads: str, largest: Sizes, device: str) -> None:
+        made = traffic.Step(MODELS[heads], "", largest.q_lens, largest.lens, capacity=CAPACITY)
+        self.heads, self.device = heads, device
+        if device == "cuda":
+            inputs = TrafficBench(device=device).inputs(made)
+            self.q, self.cache, self.ids = inputs.q, inputs.cache, inputs.table.page_ids
+        else:  # nothing is computed
+            sizes = made.heads
+            self.q = torch.empty(sum(largest.q_lens), sizes.num_qo_heads, sizes.head_dim).bfloat16()
+            self.cache = PagedKVCache.empty(
+                1, PAGE, sizes.num_kv_heads, sizes.head_dim, format="fp8_e4m3fn", k_descale=1.0, v_descale=1.0
+            )
+            self.ids = torch.zeros(len(largest.lens), CAPACITY // PAGE, dtype=torch.int32)
+        self.out = torch.empty_like(self.q)
+
+    def tensors(self, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """What an engine has made of a step before attention is prepared: starts and lengths."""
+        starts = torch.tensor([0, *accumulate(sizes.q_lens)], dtype=torch.int32, device=self.device)
+        return starts, torch.tensor(sizes.lens, dtype=torch.int32, device=self.device)
+
+    def prepare(self, sizes: Sizes, starts: torch.Tensor, lens: torch.Tensor, way: str) -> Step:
+        """The step as an adapter makes it."""
+        table = PageTable.from_block_table(self.ids[: len(lens)], lens, page_size=PAGE)
+        step = Step(sum(sizes.q_lens), max(sizes.q_lens), max(sizes.lens), starts, table)
+        if way == "planned anew":
+            steps._prefill_plans.clear()
+        elif way == "one call":
+            step.max_kv_tokens = sum(sizes.lens)
+        elif way == "parts":
+            few = GUESSES if max(sizes.q_lens[:60]) > 1 else 1
+            step = divide(step, [0, *accumulate(sizes.q_lens)], sizes.lens, decode_tokens=few)
+        return step
+
+    def attend(self, step: Step) -> torch.Tensor:
+        """A layer."""
+        out = self.out[: step.num_tokens]
+        attend(step, self.q[: step.num_tokens], self.cache, out, max_batch=256)
+        return out
+
+
+def ways_of(trace: str) -> tuple[str, ...]:
+    """The ways to serve the steps of a trace."""
+    if trace == "decode":
+        return ("parts",)
+    if trace == "guesses":
+        return ("parts", "planned anew", "4 tokens each")
+    return ("parts", "one call", "planned anew")
+
+
+def replay(
+    model: Model, before: Sequence[Sizes], trace: Sequence[Sizes], way: str, layers: int,
+    wait: Callable[[], None],
+) -> dict[str, float]:  # fmt: skip
+    """Median host microseconds of a step of a trace, and of what it consists of.
+
+    before: another trace, whose steps compile kernels and make plans.
+    """
+    laps: dict[str, list[float]] = {"prepare": [], "first": [], "other": [], "step": []}
+    for counted, sizes_of_steps in ((False, before), (True, trace)):
+        for sizes in sizes_of_steps:
+            starts, lens = model.tensors(sizes)
+            wait()
+            begun = time.thread_time()
+            step = model.prepare(sizes, starts, lens, way)
+            prepared = time.thread_time()
+            model.attend(step)
+            first = time.thread_time()
+            for _ in range(layers - 1):
+                model.attend(step)
+            end = time.thread_time()
+            wait()
+            if counted:
+                laps["prepare"].append(prepared - begun)
+                laps["first"].append(first - prepared)
+                laps["other"].append((end - first) / max(layers - 1, 1))
+                laps["step"].append(end - begun)
+    return {name: statistics.median(times) * 1e6 for name, times in laps.items()}
+
+
+def device_us(model: Model, sizes: Sizes, way: str, timer: GraphTimer) -> tuple[float, torch.Tensor]:
+    """Device microseconds of a layer, and its result."""
+    step = model.prepare(sizes, *model.tensors(sizes), way)
+    median = timer.measure(lambda: model.attend(step)).median_us
+    return median, model.attend(step).clone()
+
+
+def measure(heads: str, names: Sequence[str], count: int, layers: int, device: str) -> list[dict[str, Any]]:
+    """A row for each trace and way."""
+    earlier, made = traces(count, 1), traces(count, 0)
+    last = earlier["guesses, mixed"][-1]
+    largest = Sizes((GUESSES,) * 60 + (CHUNK,) * 4, tuple(n + CHUNK for n in last.lens[:60]) + (CONTEXT,) * 4)
+    model = Model(heads, largest, device)
+    timer = GraphTimer(samples=20, seconds=0.1) if device == "cuda" else None
+    rows = []
+    for name in names:
+        trace, results = made[name], {}
+        for way in ways_of(name):
+            both = earlier[name], trace
+            if way == "4 tokens each":
+                both = tuple([Sizes((GUESSES,) * 64, each.lens) for each in given] for given in both)
+            row: dict[str, Any] = {"heads": heads, "trace": name, "way": way, "layers": layers}
+            row |= replay(model, *both, way, layers, torch.cuda.synchronize if timer else lambda: None)
+            row["device_us"] = None
+            if timer is not None:
+                row["device_us"], result = device_us(model, both[1][0], way, timer)
+                if way != "4 tokens each":
+                    results[way] = result
+            rows.append(row)
+        for way, result in results.items():
+            error = relative_l1(result, results["parts"].float())
+            if not error <= AGREE:
+                raise SystemExit(
+                    f"{heads} {name}: {way!r} differs from 'parts' by {error:.3g}, at most {AGREE}"
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", nargs="+", choices=MODELS, default=["96/8", "8/1"])
+    parser.add_argument("--traces", nargs="+", choices=TRACES, default=TRACES)
+    parser.add_argument("--layers", type=int, default=46)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else "no GPU, nothing launched"
+    print(f"{name}; FP8 cache, pages of {PAGE}")
+    print("host us: a step of all layers, its preparation, its first layer, another one; device us: a layer")
+    columns = ("step", "prepare", "first", "other", "device_us")
+    print(f"{'heads':6}{'trace':16}{'way':15}{'layers':>7}" + "".join(f"{name:>10}" for name in columns))
+    with nullcontext() if device == "cuda" else executing(NullExecutor(get_target("gfx942"))):
+        for heads in options.heads:
+            for row in measure(heads, options.traces, options.steps, options.layers, device):
+                figures = "".join(
+                    f"{'-' if row[name] is None else format(row[name], '.1f'):>10}" for name in columns
+                )
+                print(
+                    f"{row['heads']:6}{row['trace']:16}{row['way']:15}{row['layers']:7}{figures}", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()
