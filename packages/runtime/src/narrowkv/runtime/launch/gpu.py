@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ import triton
 from narrowkv.runtime.launch.cache_folder import explained_cache_errors
 from narrowkv.runtime.launch.descriptors import Encode, encoder_of
 from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.launch.written import written
 from narrowkv.runtime.targets import device_target
 
 _INT32_MAX = 2**31 - 1
@@ -112,15 +112,7 @@ def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool,
         parts.insert(0, f"not ({' | '.join(aligned)}) & 15 or ({each})")
     key = f"({tensors[0]}.get_device(), {', '.join(parts)})"
     body.append(f"return {key}, ({packing})" if packs else f"return {key}")
-    return _compiled("def read(args):\n" + "".join(f"    {line}\n" for line in body))
-
-
-@lru_cache(maxsize=1024)  # a model's warm-up asks for the same few functions hundreds of times
-def _compiled(source: str) -> Any:
-    """The function `read` of a source."""
-    scope: dict[str, Any] = {"Changed": _Changed, "describe": _describe}
-    exec(source, scope)
-    return scope["read"]
+    return written("read", ("args",), body, {"Changed": _Changed, "describe": _describe})
 
 
 def key_function(
@@ -184,8 +176,8 @@ def launcher_of(compiled: Any, tail: tuple[Any, ...], launch: Any = None) -> Lau
         else:
             scope[f"c{index}"] = value
             words.append(f"c{index}")
-    exec(f"def call(x, y, z, stream, args):\n    launch({', '.join(words)})\n", scope)
-    return scope["call"]  # type: ignore[no-any-return]
+    body = [f"launch({', '.join(words)})"]
+    return written("call", ("x", "y", "z", "stream", "args"), body, scope)  # type: ignore[no-any-return]
 
 
 class _Entry(NamedTuple):

@@ -1,7 +1,7 @@
 """The launches of an operation's call, prepared once: of later calls only what differs is looked at.
 
 The call's values are known by name. `PreparedCall` writes one Python function of them that launches all
-kernels; it is the only place that writes the source of launches. The caller has compared the metadata of the
+kernels. The caller has compared the metadata of the
 tensors: the function reads addresses, and what Triton specialises a kernel on.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +17,7 @@ from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import gpu, path
 from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.descriptors import Encode, is_descriptor
+from narrowkv.runtime.launch.written import written
 
 _MAX_ENCODED = 256  # descriptors of blocks at different addresses
 _INT32_MAX = 0x7FFFFFFF
@@ -217,24 +216,12 @@ def _filled(template: Any, values: Mapping[str, Any]) -> Any:
     return template.of(values) if isinstance(template, _MARKS) else template
 
 
-@lru_cache(maxsize=1024)
-def _code(source: str) -> CodeType:
-    return compile(source, f"{__file__} (written)", "exec")
-
-
-def _written(name: str, parameters: Sequence[str], body: Sequence[str], scope: dict[str, Any]) -> Any:
-    """A function of these parameters, whose body is lines of Python."""
-    lines = [f"def {name}({', '.join(parameters)}):", *(f"    {line}" for line in body)]
-    exec(_code("\n".join(lines) + "\n"), scope)
-    return scope[name]
-
-
 def _write_filler(names: tuple[str, ...], steps: Sequence[KernelLaunch | Clear]) -> Callable[..., Any]:
     """Writes the function that gives the steps with a call's values in place of marks."""
     writer = _Writer({})
     filled = writer.filled(tuple(steps))
     body = [*writer.lines(), f"return {filled}"]
-    return _written("fill", names, body, writer.scope)  # type: ignore[no-any-return]
+    return written("fill", names, body, writer.scope)  # type: ignore[no-any-return]
 
 
 def _write_call(
@@ -274,7 +261,7 @@ def _write_call(
         *writer.lines(),
         *calls,
     ]
-    return _written("call", names, body, writer.scope | {"_otherwise": otherwise})  # type: ignore[no-any-return]
+    return written("call", names, body, writer.scope | {"_otherwise": otherwise})  # type: ignore[no-any-return]
 
 
 class _Writer:

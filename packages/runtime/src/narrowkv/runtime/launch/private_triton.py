@@ -56,7 +56,7 @@ class PrivateTriton:
                 # Before the module is complete: `import a.b as c` in a cycle looks for the attribute.
                 setattr(above, child, module)
             try:
-                exec(spec.loader.get_code(name), vars(module))  # type: ignore[attr-defined]
+                spec.loader.exec_module(module)
             except BaseException:
                 del self._modules[name]
                 raise
