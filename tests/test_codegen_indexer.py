@@ -9,6 +9,8 @@ from generated_code import TARGETS, compile_case
 
 from narrowkv.testing.cases import parse_case
 from narrowkv.testing.cases.indexer import IndexCase, shipped
+from narrowkv.testing.cases.topk import TopkCase
+from narrowkv.testing.cases.topk import shipped as shipped_topk
 from narrowkv.testing.codegen import KernelCode
 
 pytestmark = pytest.mark.sampled(most=4)
@@ -16,14 +18,16 @@ FNUZ = "q=fp8_e4m3fnuz,format=fp8_e4m3fnuz"
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", shipped(), ids=str)
-def test_every_shipped_configuration_neither_spills_nor_uses_scratch(case: IndexCase, target: str) -> None:
+@pytest.mark.parametrize("case", [*shipped(), *shipped_topk()], ids=str)
+def test_every_shipped_configuration_neither_spills_nor_uses_scratch(
+    case: IndexCase | TopkCase, target: str
+) -> None:
     for code in compile_case(case, target):
         assert code.lds_bytes <= 80 * 1024
 
 
-@pytest.mark.parametrize("case", shipped(), ids=str)
-def test_nothing_spills_on_hopper(case: IndexCase, sm90_code: Any) -> None:
+@pytest.mark.parametrize("case", [*shipped(), *shipped_topk()], ids=str)
+def test_nothing_spills_on_hopper(case: IndexCase | TopkCase, sm90_code: Any) -> None:
     case.inputs().prepare()()
     for kernel in sm90_code.kernels:
         assert kernel.stack_bytes() == 0

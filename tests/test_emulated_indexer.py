@@ -8,6 +8,7 @@ from generated_code import both_targets
 
 from narrowkv.testing.cases import parse_case
 from narrowkv.testing.cases.indexer import IndexCase, quick
+from narrowkv.testing.cases.topk import TopkCase
 from narrowkv.testing.checking import run_case
 from narrowkv.testing.emulation import emulating
 
@@ -30,6 +31,22 @@ def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
     assert result.passed, result.detail
     assert result.error is not None
     assert result.error.relative_l1 < 1e-5, "FP8 products are exact, and sums are in fp32"
+
+
+TOPK = {
+    "one launch, ties": "tokens=2,columns=500,topk=64,values=ties,bounds=starts",
+    "two launches, rows": "tokens=2,columns=20000,topk=700,bounds=seq_lens,page_size=64",
+    "special values": "tokens=1,columns=3000,topk=100,values=special,bounds=ends",
+}
+
+
+@pytest.mark.sampled(most=2)
+@both_targets
+@pytest.mark.parametrize("name", TOPK)
+def test_machine_code_chooses_exactly_the_columns_of_the_reference(name: str, target: str) -> None:
+    case = parse_case(TopkCase, TOPK[name])
+    result = run_case(case, context=lambda: emulating(target, detect_hazards=True))
+    assert result.passed, result.detail
 
 
 @pytest.mark.sampled(most=1)

@@ -18,9 +18,13 @@ from narrowkv.sparse_fp8.indexer import (
     IndexKeys,
     IndexKeysFormat,
     IndexLogitsPlan,
+    IndexTopkPlan,
     index_logits,
     index_logits_reference,
+    index_topk,
+    index_topk_reference,
     plan_index_logits,
+    plan_index_topk,
 )
 from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window
 from narrowkv.sparse_fp8.layouts import packed_page_stride
@@ -40,6 +44,7 @@ __all__ = [
     "IndexKeys",
     "IndexKeysFormat",
     "IndexLogitsPlan",
+    "IndexTopkPlan",
     "KVSource",
     "ModeChoice",
     "RowsFormat",
@@ -50,8 +55,11 @@ __all__ = [
     "csr_from_topk",
     "index_logits",
     "index_logits_reference",
+    "index_topk",
+    "index_topk_reference",
     "packed_page_stride",
     "plan_index_logits",
+    "plan_index_topk",
     "plan_sparse",
     "sliding_window",
     "sparse_decode",

@@ -3,13 +3,17 @@
 from narrowkv.sparse_fp8.indexer.keys import IndexKeys, IndexKeysFormat
 from narrowkv.sparse_fp8.indexer.logits import IndexLogitsPlan, index_logits, plan_index_logits
 from narrowkv.sparse_fp8.indexer.reference import index_logits_reference, index_topk_reference
+from narrowkv.sparse_fp8.indexer.topk import IndexTopkPlan, index_topk, plan_index_topk
 
 __all__ = [
     "IndexKeys",
     "IndexKeysFormat",
     "IndexLogitsPlan",
+    "IndexTopkPlan",
     "index_logits",
     "index_logits_reference",
+    "index_topk",
     "index_topk_reference",
     "plan_index_logits",
+    "plan_index_topk",
 ]

@@ -204,7 +204,9 @@ class IndexLogitsPlan(Plan):
         self.kernels()[0](
             (blocks, -(-columns // run)),
             (
-                IndexQueries(queries, weights, *q.stride()[:2], *weights.stride()),
+                IndexQueries(
+                    queries, weights, q.stride(0), q.stride(1), weights.stride(0), weights.stride(1)
+                ),
                 pages, bounds, out, out.stride(0), tokens, columns, keys.num_pages, max_pages, run,
             ),
         )  # fmt: skip

@@ -90,7 +90,9 @@ def span_of_token(
     at = token.to(tl.int64)
     if PAGE_SIZE == 0:
         most = tl.minimum(num_columns, num_pages)
-        begin = clamped(tl.load(bounds.starts + at * bounds.stride_starts, mask=exists, other=0), most)
+        begin = num_columns * 0
+        if bounds.starts is not None:
+            begin = clamped(tl.load(bounds.starts + at * bounds.stride_starts, mask=exists, other=0), most)
         end = clamped(tl.load(bounds.ends + at * bounds.stride_ends, mask=exists, other=0), most)
     else:
         length = tl.load(bounds.ends + at // Q_LEN * bounds.stride_ends, mask=exists, other=0)

@@ -1,0 +1,19 @@
+"""The entry of the indexer's top-k."""
+
+from __future__ import annotations
+
+from narrowkv.testing import operation
+
+OPERATION = operation.OperationEntry(
+    name="topk",
+    functions=("index_topk",),
+    module="narrowkv.testing.cases.topk",
+    validate=operation.ValidateEntry(
+        "Sweep the indexer's top-k: widths, ties, special values, bounds, tables of pages."
+    ),
+    inspect=operation.InspectEntry(
+        "Show what the indexer's top-k compiles to: every shipped configuration, or one case.",
+        every_kernel=True,
+    ),
+    report=operation.ReportLines(cases=("tokens=2,columns=20000,values=ties",)),
+)
