@@ -12,10 +12,11 @@ from narrowkv.cli.app_bench import bench_commands
 from narrowkv.cli.app_inspect import inspect_commands
 from narrowkv.cli.app_validate import validate_commands
 from narrowkv.cli.command_line import Commands, command
-from narrowkv.cli.names import choices, one_of
+from narrowkv.cli.names import cache_formats, choices, one_of
 from narrowkv.cli.options import (
     BOTH,
     Count,
+    Formats,
     Heads,
     Jobs,
     On,
@@ -25,11 +26,14 @@ from narrowkv.cli.options import (
     amd_targets,
     heads_of,
     listed,
+    numbers,
     starting_with,
 )
 from narrowkv.cli.options import jobs as number_of
 from narrowkv.cli.report import ExitCode, Report, UsageError, version
 from narrowkv.testing.operations import contract_sets
+from narrowkv.testing.traffic import Heads as ModelHeads
+from narrowkv.testing.tune import TUNED_FAMILIES, TUNED_MODELS, TuneSettings
 from narrowkv.testing.words import (
     AMD_TARGETS,
     CACHE_FORMATS,
@@ -224,6 +228,59 @@ def report_machine(
     from narrowkv.cli.machine_report import write_report
 
     return write_report(report, folder=folder, minutes=minutes, quick=quick)
+
+
+@command(app, "tune", files=("out",))
+def tune(
+    report: Report,
+    family: Annotated[str, listed("Families of kernels.", *TUNED_FAMILIES, metavar="NAMES")] = ",".join(
+        TUNED_FAMILIES
+    ),
+    model: Annotated[str, listed("Heads of one GPU's share of a model.", *TUNED_MODELS)] = "glm-4.5-air",
+    heads: Annotated[str, typer.Option(metavar="Q/KV", help="Instead: query heads and KV heads.")] = "",
+    head_dim: Count = 128,
+    page_size: Count = 16,
+    cache_format: Formats = "fp8_e4m3fn",
+    q: Query = "bf16",
+    batch: Annotated[str, listed("Sequences of a call.")] = "1,2,4,8,16,32,64,128",
+    context: Annotated[str, listed("Tokens of each sequence.")] = "1024,2048,4096,8192,16384,32768",
+    capacity: Annotated[
+        int, typer.Option(min=0, help="Longest sequence that plans are made for; 0: the context.")
+    ] = 0,
+    file: Annotated[
+        Path, typer.Option(metavar="FILE", help="Of the rows; an existing one is continued.")
+    ] = Path("narrowkv-tuned.json"),
+    minutes: Annotated[
+        float, typer.Option(min=0, help="After which no further shape class is begun.")
+    ] = 30.0,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Of a configuration, at first and in each last round.")
+    ] = 10,
+    jobs: Jobs = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Only show the rows of --file beside the shipped ones.")
+    ] = False,
+) -> ExitCode:
+    """Search the fastest configurations for shapes of a model on this GPU, and write them to a file.
+
+    The environment variable NARROWKV_TUNED makes plans take them. The same command goes on after a break.
+    """
+    from narrowkv.cli import tune as work
+
+    if show:
+        return work.show(report, file)
+    families = choices("--family", family, tuple(TUNED_FAMILIES))
+    if heads:
+        report.refuse("with --heads", "model")
+        shares = [ModelHeads(*pair, head_dim) for pair in heads_of(heads)]
+    else:
+        report.refuse("without --heads", "head_dim")
+        shares = [TUNED_MODELS[name] for name in choices("--model", model, tuple(TUNED_MODELS))]
+    one_of("--q", q, QUERY_DTYPES)
+    formats, batches = tuple(cache_formats("--format", cache_format)), tuple(numbers("--batch", batch))
+    contexts = tuple(numbers("--context", context))
+    settings = [TuneSettings(each, formats, page_size, q, batches, contexts, capacity) for each in shares]
+    return work.tune(report, families, settings, file=file, minutes=minutes, samples=samples, jobs=jobs)
 
 
 def main() -> None:

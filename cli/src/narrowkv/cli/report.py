@@ -279,6 +279,10 @@ class ProgressLine:
         self.done = 0
         self._show = show
 
+    def tell(self, text: str) -> None:
+        """Says what the next one is doing."""
+        self._show(self.done, text)
+
     def advance(self, text: str = "") -> None:
         """One more is done; `text` says which."""
         self.done += 1

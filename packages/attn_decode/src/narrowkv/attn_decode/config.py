@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from narrowkv.attn_decode.config_amd import MergeTile, amd_merge_tile, amd_splits, amd_tile
+from narrowkv.attn_decode.config_tuned import MERGE_IN_LAUNCH, DecodeChoice
 from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import LaunchOptions
-from narrowkv.runtime.targets import Target
+from narrowkv.runtime.targets import WARPGROUP_ROWS, Target
+from narrowkv.runtime.tuned import size_class, tuned_row
 
 SCALED_DOT_DEPTH = 128  # v_mfma_scale_f32_16x16x128_f8f6f4; a shorter dot is lowered to bf16
 _FP8_PREFIX = "fp8_"
@@ -66,6 +68,7 @@ class DecodeConfig:
         merge: of the second kernel.
         prefetch: what is loaded a tile before it is needed: "pages", page ids; "tile", where all rows attend
             to the same keys, keys, values and scales, too; "", nothing.
+        tuned: where the configuration is from, and what it gains, if it is not the shipped one.
     """
 
     block_m: int
@@ -80,6 +83,7 @@ class DecodeConfig:
     options: LaunchOptions
     prefetch: str = ""
     merge: MergeTile = field(default_factory=MergeTile)
+    tuned: str = ""
 
     def explain(self, shape: DecodeShape) -> str:
         """The tile, how often the keys are read and how they are divided, for a person."""
@@ -98,6 +102,7 @@ class DecodeConfig:
             f"{self.kernel}: tiles of {self.block_m} rows x {self.block_n} keys, "
             f"{self.options.num_warps} warps, {self.options.num_stages} stages; a KV head has {rows} rows, "
             f"so keys are read {times}; {how}{'' if self.split == 'none' else f', {merge}'}"
+            f"{f'; {self.tuned}' if self.tuned else ''}"
         )
 
 
@@ -269,7 +274,7 @@ def choose_config(
     tokens_per_split: int = 0,
     batch_invariant: bool = False,
 ) -> DecodeConfig:
-    """The shipped configuration.
+    """The shipped configuration, or a row of the tune file that NARROWKV_TUNED names.
 
     Args:
         target: what the kernel will run on.
@@ -281,14 +286,148 @@ def choose_config(
         tokens_per_split: a fixed split size in tokens, rounded up to key tiles; 0 chooses.
         batch_invariant: nothing that the result of a sequence depends on is chosen by batch or capacity.
 
+    A row of a tune file is for calls that leave all of these to choose.
+
     Raises:
         UnsupportedError: for a pair of formats that this kernel does not read, or a kernel that is not there.
+        ValueError: the tune file is not of this GPU and this Triton.
     """
     if {k_format, v_format} == {"bf16", "fp16"}:
         raise UnsupportedError(
             "paged_decode computes in one 16-bit type and would round the other: a cache of bf16 and fp16 is "
             f"refused, got k={k_format}, v={v_format}; each with itself or with FP8 or FP4 works"
         )
+    shipped = _shipped_config(
+        target, shape, k_format, v_format, scale_group=scale_group, kernel=kernel, split=split,
+        tokens_per_split=tokens_per_split, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    if kernel or split or tokens_per_split or batch_invariant or not is_tuned(shipped):
+        return shipped
+    row = tuned_row(target, "decode", shape_class(shape, k_format, v_format, scale_group))
+    choice = None if row is None else row.read_choice(DecodeChoice)
+    if row is None or choice is None:
+        return shipped
+    return replace(with_choice(target, shape, shipped, choice), tuned=row.explain())
+
+
+def shape_class(shape: DecodeShape, k_format: str, v_format: str, scale_group: int) -> str:
+    """The class of a call: calls of one class share a row."""
+    query = get_format(shape.q_dtype).name
+    return (
+        f"{shape.num_qo_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, q_len {shape.q_len}, "
+        f"{query} over {k_format}/{v_format}:{scale_group}, batch to {size_class(shape.batch)}, "
+        f"keys to {size_class(shape.capacity)}"
+    )
+
+
+def is_tuned(shipped: DecodeConfig) -> bool:
+    """Whether `narrowkv tune` tries configurations in the place of this one: those with tiles of few rows."""
+    return shipped.kernel == "decode" and shipped.block_m < WARPGROUP_ROWS
+
+
+def with_choice(
+    target: Target, shape: DecodeShape, shipped: DecodeConfig, choice: DecodeChoice
+) -> DecodeConfig:
+    """The shipped configuration with what a row of a tune file chooses."""
+    rows = shape.q_len * shape.gqa_ratio
+    head_programs = shape.num_kv_heads * -(-rows // shipped.block_m)
+    slots = max(1, target.compute_units * choice.items_per_unit // head_programs)
+    split = "none" if shape.capacity <= choice.block_n else choice.split
+    num_items, tiles_per_split = _items_of(shape, split, slots, choice.block_n)
+    in_launch = (choice.merge_splits, choice.merge_warps) == MERGE_IN_LAUNCH and split != "none"
+    return replace(
+        shipped,
+        block_n=choice.block_n,
+        split=split,
+        num_items=num_items,
+        tiles_per_split=tiles_per_split,
+        merge_in_launch=in_launch and shape.batch * head_programs <= _MAX_COUNTERS,
+        options=choice.options(shipped.options, shipped.block_n),
+        merge=MergeTile(choice.merge_splits, choice.merge_warps) if choice.merge_splits else MergeTile(),
+    )
+
+
+def _items_of(
+    shape: DecodeShape, split: str, slots: int, block_n: int, *, whole_waves: bool = False
+) -> tuple[int, int]:
+    """`DecodeConfig.num_items` and `tiles_per_split` of a split that is not "fixed".
+
+    slots: programs of a KV head and row block that run at once; whole_waves: items are a multiple of that.
+    """
+    if split == "none":
+        return shape.batch, 0
+    if split == "per_sequence":
+        tiles = max(1, -(-shape.capacity // block_n))
+        return shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles), 1
+    # An even share needs room for each sequence's rounding up: see `even_split`. Where that is more than fits
+    # at once, FP4 wants whole waves. H100, B128 ctx32768 page 64, FP4: 396 items 1811 us, 384 items 1943 us;
+    # FP8 2897 us with 264, 2863 us with 256.
+    least = 2 * shape.batch
+    return -(-least // slots) * slots if whole_waves else max(slots, least), 0
+
+
+def _kind_of(
+    target: Target, formats: tuple[str, str], narrow_head: bool, *, groups: bool, unpacks: bool, fast: bool
+) -> str:
+    """What a latency-bound call's cache holds: the argument `kind` of `_short_call`."""
+    if unpacks and not get_format(formats[0]).is_packed:
+        return "values"
+    if groups:
+        return "groups"
+    if unpacks and formats == ("fp4_e2m1", "fp4_e2m1"):
+        return "fp4"
+    if target.is_nvidia and narrow_head and formats in (("bf16", "bf16"), ("fp16", "fp16")):
+        return "16-bit"
+    return "fp8" if fast and target.is_nvidia else ""
+
+
+def _large_call(
+    target: Target, shape: DecodeShape, formats: tuple[str, str], block_m: int, slots: int, *, groups: bool,
+    unpacks: bool, fast: bool,
+) -> tuple[int, LaunchOptions, int, bool]:  # fmt: skip
+    """A call that fills an NVIDIA GPU, or runs on a CPU: keys of a tile, options, programs, whole waves.
+
+    slots: programs of one warp that run at once; groups, unpacks, fast: see `_shipped_config`.
+    """
+    narrow_head = shape.head_dim <= 128
+    if groups:
+        # `attend_in_registers`. H100, B64 ctx8192, with it and with tiles in shared memory: NVFP4 251 and
+        # 300 us; MX (a scale per 32 channels) 249 and 312 us. Twelve programs of 168 registers spill: 366 and
+        # 348 us. FP8 takes 371 us.
+        return 32, LaunchOptions(num_warps=1, num_stages=3), slots, True
+    if unpacks and get_format(formats[0]).is_packed:
+        head_programs = shape.num_kv_heads * -(-shape.q_len * shape.gqa_ratio // block_m)
+        slots = max(1, target.compute_units * _FP4_RESIDENT // head_programs)
+        return 32, LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS), slots, True
+    if unpacks:
+        # H100, B64 ctx32768 page 16: 64 keys x 3 stages 1126 us, 32 x 3 1166 us, 64 x 2 1222 us (FP8: 1449).
+        # Keys in INT8, values in INT4: 32 x 3 329 us, 64 x 3 346 us at B64 ctx8192.
+        block_n = 32 if formats == ("int8", "int4") else 64
+        return block_n, LaunchOptions(num_warps=1, num_stages=3), slots, False
+    # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
+    # 32 rows, B64 ctx8192 page 16: 64 keys 380 us, 32 keys 389 us.
+    # INT8, 16 rows, B64 ctx8192 page 16: 64 keys 386 us, 32 keys 407 us.
+    # The interpreter pays by the tile, not by the key.
+    large = (block_m == 32 and fast) or (block_m == 16 and narrow_head and formats == ("int8", "int8"))
+    block_n = 128 if target.name == "cpu" else 64 if large else 32
+    warps = 1 if block_m == 16 and narrow_head else 2
+    options = LaunchOptions(num_warps=warps, num_stages=3 if narrow_head else 2)
+    return block_n, options, max(1, slots // warps), False
+
+
+def _shipped_config(
+    target: Target,
+    shape: DecodeShape,
+    k_format: str,
+    v_format: str,
+    *,
+    scale_group: int,
+    kernel: str | None,
+    split: str | None,
+    tokens_per_split: int,
+    batch_invariant: bool,
+) -> DecodeConfig:
+    """The shipped configuration; see `choose_config`."""
     chosen = choose_kernel(target, k_format, kernel)
     k_parts = 1 if chosen == "native" else parts_of(target, k_format, is_key=True)
     rows = shape.q_len * shape.gqa_ratio
@@ -324,66 +463,26 @@ def choose_config(
         if splits and split is None:
             split, slots = "per_sequence" if splits > 1 else "none", shape.batch * splits
     elif latency_bound and block_m == 16:
-        if unpacks and not get_format(k_format).is_packed:
-            kind = "values"
-        elif groups:
-            kind = "groups"
-        elif unpacks and fp4:
-            kind = "fp4"
-        elif target.is_nvidia and narrow_head and k_format == v_format and k_format in ("bf16", "fp16"):
-            kind = "16-bit"
-        else:
-            kind = "fp8" if fast and target.is_nvidia else ""
+        kind = _kind_of(target, (k_format, v_format), narrow_head, groups=groups, unpacks=unpacks, fast=fast)
         block_n, options, slots, prefetch, short_split = _short_call(
             shape, compute_units / head_programs, kind, narrow_head
         )
         split = split or short_split
-    elif groups:
-        # `attend_in_registers`. H100, B64 ctx8192, with it and with tiles in shared memory: NVFP4 251 and
-        # 300 us; MX (a scale per 32 channels) 249 and 312 us. Twelve programs of 168 registers spill: 366 and
-        # 348 us. FP8 takes 371 us.
-        block_n, whole_waves = 32, True
-        options = LaunchOptions(num_warps=1, num_stages=3)
-    elif unpacks and get_format(k_format).is_packed:
-        block_n, whole_waves = 32, True
-        options = LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS)
-        slots = max(1, compute_units * _FP4_RESIDENT // head_programs)
-    elif unpacks:
-        # H100, B64 ctx32768 page 16: 64 keys x 3 stages 1126 us, 32 x 3 1166 us, 64 x 2 1222 us (FP8: 1449).
-        # Keys in INT8, values in INT4: 32 x 3 329 us, 64 x 3 346 us at B64 ctx8192.
-        block_n = 32 if (k_format, v_format) == ("int8", "int4") else 64
-        options = LaunchOptions(num_warps=1, num_stages=3)
     else:
-        # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
-        # 32 rows, B64 ctx8192 page 16: 64 keys 380 us, 32 keys 389 us.
-        # INT8, 16 rows, B64 ctx8192 page 16: 64 keys 386 us, 32 keys 407 us.
-        # The interpreter pays by the tile, not by the key.
-        large = (block_m == 32 and fast) or (block_m == 16 and narrow_head and k_format == v_format == "int8")
-        block_n = 128 if target.name == "cpu" else 64 if large else 32
-        warps = 1 if block_m == 16 and narrow_head else 2
-        options = LaunchOptions(num_warps=warps, num_stages=3 if narrow_head else 2)
-        slots = max(1, slots // warps)
+        block_n, options, slots, whole_waves = _large_call(
+            target, shape, (k_format, v_format), block_m, slots, groups=groups, unpacks=unpacks, fast=fast
+        )
 
     if shape.capacity <= block_n:
         split = split or "none"
     split = split or "even"
-    tiles = max(1, -(-shape.capacity // block_n))
-    tiles_per_split = 0
     if tokens_per_split or batch_invariant:
+        tiles = max(1, -(-shape.capacity // block_n))
         split, tiles_per_split = "fixed", -(-(tokens_per_split or _INVARIANT_TOKENS) // block_n)
         most = tiles if tokens_per_split else _INVARIANT_SPLITS
         num_items = shape.batch * min(-(-tiles // tiles_per_split), most)
-    elif split == "none":
-        num_items = shape.batch
-    elif split == "per_sequence":
-        tiles_per_split = 1
-        num_items = shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles)
     else:
-        # An even share needs room for each sequence's rounding up: see `even_split`. Where that is more
-        # than fits at once, FP4 wants whole waves. H100, B128 ctx32768 page 64, FP4: 396 items 1811 us,
-        # 384 items 1943 us; FP8 2897 us with 264, 2863 us with 256.
-        least = 2 * shape.batch
-        num_items = -(-least // slots) * slots if whole_waves else max(slots, least)
+        num_items, tiles_per_split = _items_of(shape, split, slots, block_n, whole_waves=whole_waves)
     # Merging in the launch, serially, pays while few partial results wait (H100, B64 ctx8192 at two splits:
     # 383 us against 391). AMD's chiplets share no L2, so a second kernel is the cheaper fence there.
     merge_in_launch = split != "none" and num_items <= 4 * shape.batch and not target.is_amd

@@ -7,12 +7,15 @@ without a GPU it is a rehearsal: the emulator runs in the GPU's place, and nothi
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from narrowkv.runtime.tuned import read_tuned
 from narrowkv.testing.bench.comparison import compare
 from narrowkv.testing.machine import versions
 from narrowkv.testing.operations import OPERATIONS
@@ -105,5 +108,17 @@ def report_document(environment: Mapping[str, Any], steps: Sequence[Step]) -> di
         "shape": "the benches' main rows",
         "environment": environment,
         "rows": compare([step.document for step in steps if step.document and "bench" in step.document]),
+        "tuned": _tuned(),
         "steps": [asdict(step) for step in steps],
     }
+
+
+def _tuned() -> dict[str, Any] | None:
+    """The file that NARROWKV_TUNED names, whose configurations the steps took; None without one."""
+    name = os.environ.get("NARROWKV_TUNED")
+    if not name:
+        return None
+    try:
+        return read_tuned(Path(name)).document()
+    except ValueError as error:
+        return {"refused": str(error), "rows": []}

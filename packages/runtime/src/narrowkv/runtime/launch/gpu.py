@@ -262,6 +262,12 @@ class GpuLaunch:
         )
         entries[read(args)[0]] = _Entry(device.index, launcher_of(compiled, tail), compiled, tail)
 
+    @property
+    def spills(self) -> int:
+        """The most registers that a specialisation spills of those that were launched, by Triton's count."""
+        entries = [entry for _, compiled in self._variants for entry in compiled.values()]
+        return max((getattr(entry.compiled, "n_spills", None) or 0 for entry in entries), default=0)
+
     @staticmethod
     def _serves(read: _Reader, args: tuple[Any, ...]) -> bool:
         """Whether the arguments are of the kinds that the function was written for."""

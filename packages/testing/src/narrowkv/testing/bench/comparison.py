@@ -59,6 +59,9 @@ def markdown(document: Mapping[str, Any]) -> str:
     rows, steps = document["rows"], document["steps"]
     lines = [f"# narrowkv report: {document['device']}", ""]
     lines += [f"- {name}: {value}" for name, value in document["versions"].items() if value]
+    if tuned := document.get("tuned"):
+        said = f"- configurations of a tune file: {len(tuned['rows'])} shape classes"
+        lines.append(f"{said}; {tuned['refused']}" if "refused" in tuned else said)
     lines += ["", "| command | exit code | seconds |", "|---|---|---|"]
     for step in steps:
         code = "not finished" if step["exit_code"] is None else step["exit_code"]

@@ -1,0 +1,156 @@
+"""`narrowkv tune`: searches configurations on this machine's GPU, and shows what a file of them holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
+from narrowkv.cli.sheet import Column, Sheet, keys, numbers
+from narrowkv.runtime.tuned import TunedRow, TuneFile, read_tuned
+from narrowkv.testing.machine import versions
+from narrowkv.testing.places import Place, find_place
+from narrowkv.testing.records import number
+from narrowkv.testing.tune import TuneSettings, family_of
+from narrowkv.testing.tune.search import Gpu, TunedFamily, check_shapes, tune_shapes
+
+
+def tune(
+    report: Report, families: Sequence[str], settings: Sequence[TuneSettings], *, file: Path, minutes: float,
+    samples: int, jobs: int | None,
+) -> ExitCode:  # fmt: skip
+    """Searches every class that the file has no row for, and writes the file after each.
+
+    Args:
+        report: where progress goes.
+        families, settings: whose classes.
+        file: of the rows.
+        minutes: after which no further class is begun.
+        samples: of a call, at first and in each of the last rounds.
+        jobs: processes that compile.
+
+    Raises:
+        UnsupportedHereError: there is no GPU.
+        UsageError: the file is of another GPU or Triton.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedHereError(f"tune times kernels and needs a GPU; torch {torch.__version__} sees none")
+    place = find_place("gpu")
+    found = _begun(file, place)
+    gpu = Gpu(samples)
+    work = [
+        (family, chosen)
+        for each in settings
+        for family in (family_of(name, each, place.device) for name in families)
+        for chosen in family.classes()
+    ]
+    if not place.has_times:
+        return _rehearse(report, work, gpu, jobs, place)
+    end, rows, late, interrupted = time.monotonic() + 60 * minutes, dict(found.rows), 0, False
+    kept = len(rows)
+    with report.progress(len(work), "tuning") as line:
+        try:
+            for family, chosen in work:
+                if time.monotonic() > end:
+                    late += 1
+                    continue
+                key = family.name, family.name_of(chosen)
+                if key not in rows:
+                    rows[key] = tune_shapes(
+                        family.open(chosen), gpu, jobs,
+                        lambda done, total: line.tell(f"{done} of {total} configurations"),
+                    )  # fmt: skip
+                    replace(found, rows=rows).write(file)
+                line.advance(key[1])
+        except KeyboardInterrupt:
+            interrupted = True
+    done = replace(found, rows=rows)
+    _show_rows(report, list(rows.values()))
+    report.line(f"{len(rows)} shape classes, {kept} of them from before, {late} for which no time was left")
+    if late or interrupted:
+        report.line(f"the same command goes on with the classes that {file} lacks")
+    report.line(f"to use them: export NARROWKV_TUNED={file.resolve()}")
+    return report.finish({**done.document(), "versions": versions()}, ExitCode.OK, interrupted=interrupted)
+
+
+def _begun(file: Path, place: Place) -> TuneFile:
+    """The file of an earlier run of this GPU and Triton, or a new one."""
+    if not file.exists():
+        return TuneFile.of(place.target, torch.cuda.get_device_name())
+    try:
+        found = read_tuned(file)
+    except ValueError as error:
+        raise UsageError(f"--file: {error}, or give another file") from None
+    if why := found.foreign(place.target):
+        raise UsageError(f"--file: {file} {why}: give another file")
+    return found
+
+
+def _rehearse(
+    report: Report, work: Sequence[tuple[TunedFamily, Any]], gpu: Gpu, jobs: int | None, place: Place
+) -> ExitCode:
+    """Checks the configurations of each class; a virtual GPU has no device times, and no file is written."""
+    report.say(
+        f"{place.description} has no device times: configurations are checked, and no file is written."
+    )
+    wrong, body = 0, []
+    with report.progress(len(work), "checking") as line:
+        for family, chosen in work:
+            shapes = family.open(chosen)
+            counts = check_shapes(shapes, gpu, jobs)
+            wrong += counts.wrong
+            body.append({"family": shapes.family, "shape": shapes.name, **vars(counts)})
+            line.advance(shapes.name)
+            report.line(
+                f"{shapes.family}, {shapes.name}: {counts.tried} configurations, {counts.spilled} spill, "
+                f"{counts.wrong} wrong, {counts.failed} failed"
+            )
+    return report.finish({"rehearsal": True, "classes": body}, ExitCode.NUMERICAL if wrong else ExitCode.OK)
+
+
+def _show_rows(report: Report, rows: Sequence[TunedRow]) -> None:
+    sheet = Sheet([
+        *keys("family", "shape class", "measured"), *numbers("shipped us", "tuned us", "gain", "spread"),
+        *numbers("tried", "spilled", "wrong", "failed"), Column("configuration"),
+    ])  # fmt: skip
+    for row in rows:
+        gain = sum(row.shipped_us) / sum(row.tuned_us) - 1
+        shipped, tuned = map(_times, (row.shipped_us, row.tuned_us))
+        said = ", ".join(f"{name} {value}" for name, value in (row.choice or {}).items())
+        sheet.add(
+            row.family, row.shape, ", ".join(row.measured), shipped, tuned,
+            f"{gain:+.1%}" if row.choice else "-", number(row.spread, 2),
+            *map(str, (row.tried, row.spilled, row.wrong, row.failed)), said or "shipped",
+        )  # fmt: skip
+    report.show(sheet)
+
+
+def _times(times: Sequence[float]) -> str:
+    return ", ".join(number(us) for us in times)
+
+
+def show(report: Report, file: Path) -> ExitCode:
+    """Shows the rows of a file beside the shipped configurations.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        found = read_tuned(file)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    report.line(
+        f"{found.device} ({found.target}, {found.compute_units} compute units), Triton {found.triton}"
+    )
+    rows = list(found.rows.values())
+    _show_rows(report, rows)
+    changed = [row for row in rows if row.choice]
+    report.line(
+        f"{len(changed)} of {len(rows)} shape classes have a configuration faster than the shipped one"
+    )
+    return report.finish({**found.document(), "versions": versions()}, ExitCode.OK)

@@ -1,0 +1,273 @@
+"""The search of `narrowkv tune`: times the configurations of each shape class and keeps the fastest.
+
+A class is measured at two of its shapes. Each configuration is compared with the reference first; those that
+spill registers, are wrong or do not run are dropped and counted. The fastest few and the shipped one
+are then timed in turns. A configuration takes the place of the shipped one only if it is faster by more than
+the noise, and slower at no measured shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import fmean
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import KernelSpec, recording, warmup
+from narrowkv.runtime.launch.gpu import gpu_launch
+from narrowkv.runtime.tuned import TunedRow
+from narrowkv.testing.bench.timing import GraphTimer, Timing
+
+__all__ = ["Gpu", "Search", "Shapes", "TunedCall", "TunedFamily", "check_shapes", "tune_shapes"]
+
+Choice = TypeVar("Choice", bound=Hashable)
+_FINALISTS, _ROUNDS = 3, 4
+_SLOWER_AT_FIRST = 1.3  # than the fastest so far: not measured at the class's other shape
+_GAIN, _NOISE = 0.02, 0.01
+
+
+@dataclass(frozen=True)
+class TunedCall:
+    """One call by one configuration at one shape.
+
+    Attributes:
+        run: makes the call, and gives its output, which stays in one place.
+        error: relative L1 error of an output.
+        bound: the largest that passes.
+    """
+
+    run: Callable[[], torch.Tensor]
+    error: Callable[[torch.Tensor], float]
+    bound: float
+
+
+@dataclass(frozen=True)
+class Shapes(Generic[Choice]):
+    """A shape class, and how its shapes are called.
+
+    Attributes:
+        family: of kernels.
+        name: of the class, as its rows have it.
+        measured: shapes of it, in words.
+        choices: configurations to try; refined: further ones like the fastest of them.
+        trials: for each measured shape, makes a call by a configuration, or by the shipped one for None.
+    """
+
+    family: str
+    name: str
+    measured: tuple[str, ...]
+    choices: Sequence[Choice]
+    refined: Callable[[Choice], Sequence[Choice]]
+    trials: tuple[Callable[[Choice | None], TunedCall], ...]
+
+
+class TunedFamily(Protocol):
+    """A family of kernels that `narrowkv tune` has configurations for."""
+
+    name: str
+
+    def classes(self) -> Sequence[Any]:
+        """The shape classes to search, each of which `open` takes."""
+
+    def name_of(self, chosen: Any) -> str:
+        """The name of a class, as its rows have it."""
+
+    def open(self, chosen: Any) -> Shapes[Any]:
+        """Makes the tensors of a class, and its calls."""
+
+
+class Gpu:
+    """What only a GPU can do: compile in parallel, count spilled registers and time.
+
+    Args:
+        samples: of a call, at first and in each of the last rounds.
+    """
+
+    def __init__(self, samples: int = 10) -> None:
+        self.timer = GraphTimer(samples=samples, seconds=0.05)
+        self._compiled: set[KernelSpec] = set()
+
+    def compile(self, trials: Sequence[Callable[[], TunedCall]], jobs: int | None) -> None:
+        """Compiles the kernels of calls in parallel; one that does not compile fails when it is called."""
+        found: dict[KernelSpec, None] = {}
+        for trial in trials:
+            with recording() as recorder:
+                try:
+                    trial().run()
+                except (ValueError, RuntimeError):
+                    continue
+            found |= dict.fromkeys(recorder.specs())
+        new = [spec for spec in found if spec not in self._compiled]
+        self._compiled.update(new)
+        if len(new) > 2:
+            try:
+                warmup(new, processes=jobs)
+            except RuntimeError:
+                return
+
+    def spills(self, trial: Callable[[], TunedCall]) -> int:
+        """Registers that the call's kernels spill, the most of one kernel; the call has been made."""
+        with recording() as recorder:
+            trial().run()
+        launches = (
+            gpu_launch(bound.kernel, bound.constexprs, bound.options) for bound, _ in recorder.found.values()
+        )
+        return max((launch.spills for launch in launches), default=0)
+
+
+@dataclass
+class Search:
+    """Counts of a class's search.
+
+    Attributes:
+        tried, spilled, wrong, failed: as in `TunedRow`.
+    """
+
+    tried: int = 0
+    spilled: int = 0
+    wrong: int = 0
+    failed: int = 0
+    spills_shipped: int = field(default=0, repr=False)
+
+
+def _checked(trial: TunedCall, gpu: Gpu) -> Any:
+    """The graph of a call whose output passes; None if the output is wrong."""
+    graph = gpu.timer.capture(trial.run)
+    out = trial.run()
+    out.fill_(math.nan)
+    graph.replay()
+    gpu.timer.wait()
+    right = bool(torch.isfinite(out).all()) and trial.error(out) <= trial.bound
+    return graph if right else None
+
+
+def _first_times(
+    shapes: Shapes[Choice], choice: Choice | None, gpu: Gpu, counts: Search, fastest: float
+) -> list[float]:
+    """Microseconds at each measured shape; empty for a configuration that is dropped."""
+    times: list[float] = []
+    for make in shapes.trials:
+        try:
+            trial = make(choice)  # lives as long as its graph, which uses its plan's memory
+            graph = _checked(trial, gpu)
+            spills = gpu.spills(partial(make, choice))
+        except (UnsupportedError, ValueError, RuntimeError) as error:
+            # A configuration whose tiles do not fit is refused by the compiler or the driver.
+            if choice is None or isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            counts.failed += 1
+            return []
+        if choice is None:
+            counts.spills_shipped = max(counts.spills_shipped, spills)
+            if graph is None:
+                raise RuntimeError(f"{shapes.family}, {shapes.name}: the shipped configuration is wrong")
+        elif spills > counts.spills_shipped:
+            counts.spilled += 1
+            return []
+        elif graph is None:
+            counts.wrong += 1
+            return []
+        times.append(gpu.timer.replay(graph).median_us)
+        if times[0] > _SLOWER_AT_FIRST * fastest:
+            return []
+    return times
+
+
+def check_shapes(shapes: Shapes[Choice], gpu: Gpu, jobs: int | None = None) -> Search:
+    """Counts the configurations of a class that are dropped, where a GPU has no device times."""
+    counts = Search()
+    gpu.compile([partial(make, choice) for choice in shapes.choices for make in shapes.trials], jobs)
+    for choice in (None, *shapes.choices):
+        counts.tried += choice is not None
+        _first_times(shapes, choice, gpu, counts, math.inf)
+    return counts
+
+
+def _in_turns(
+    shapes: Shapes[Choice], finalists: Sequence[Choice | None], gpu: Gpu
+) -> tuple[dict[Choice | None, tuple[float, ...]], float]:
+    """Median times of each finalist at each shape, timed in turns, and the largest spread."""
+    found: dict[Choice | None, tuple[float, ...]] = dict.fromkeys(finalists, ())
+    spread = 0.0
+    for make in shapes.trials:
+        trials = {choice: make(choice) for choice in finalists}
+        graphs = {choice: gpu.timer.capture(trial.run) for choice, trial in trials.items()}
+        rounds: dict[Choice | None, list[Timing]] = {choice: [] for choice in finalists}
+        for _ in range(_ROUNDS):
+            for choice, graph in graphs.items():
+                rounds[choice].append(gpu.timer.replay(graph))
+        for choice, timings in rounds.items():
+            median = sorted(timing.median_us for timing in timings)[len(timings) // 2]
+            found[choice] = (*found[choice], median)
+            spread = max(spread, *((t.p90_us - t.p10_us) / t.median_us for t in timings))
+    return found, spread
+
+
+def _ratio(times: Sequence[float], shipped: Sequence[float]) -> float:
+    return fmean(mine / base for mine, base in zip(times, shipped, strict=True))
+
+
+def tune_shapes(
+    shapes: Shapes[Choice],
+    gpu: Gpu,
+    jobs: int | None = None,
+    tell: Callable[[int, int], None] = lambda *_: None,
+) -> TunedRow:
+    """The row of a class.
+
+    Args:
+        shapes: the class.
+        gpu: times its calls.
+        jobs: processes that compile.
+        tell: is called with how many configurations were tried, and of how many.
+
+    Raises:
+        RuntimeError: the shipped configuration is wrong.
+    """
+    counts = Search()
+    shipped = _first_times(shapes, None, gpu, counts, math.inf)
+    found: dict[Choice, list[float]] = {}
+
+    def search(choices: Sequence[Choice]) -> None:
+        gpu.compile([partial(make, choice) for choice in choices for make in shapes.trials], jobs)
+        for choice in choices:
+            fastest = min((times[0] for times in found.values()), default=shipped[0])
+            counts.tried += 1
+            tell(counts.tried, len(shapes.choices))
+            if times := _first_times(shapes, choice, gpu, counts, fastest):
+                found[choice] = times
+
+    def order() -> list[Choice]:
+        return sorted(found, key=lambda choice: _ratio(found[choice], shipped))
+
+    search(shapes.choices)
+    if found:
+        search(shapes.refined(order()[0]))
+    finalists: list[Choice | None] = [None, *order()[:_FINALISTS]]
+    times, spread = _in_turns(shapes, finalists, gpu)
+    shipped_us = times.pop(None)
+    faster = {
+        choice: mine
+        for choice, mine in times.items()
+        if _ratio(mine, shipped_us) <= 1 - _GAIN
+        and all(us <= (1 + _NOISE) * base for us, base in zip(mine, shipped_us, strict=True))
+    }
+    best = min(faster, key=lambda choice: _ratio(faster[choice], shipped_us), default=None)
+    kept: Mapping[str, Any] | None = None if best is None else asdict(best)  # type: ignore[call-overload]
+    return TunedRow(
+        shapes.family, shapes.name, kept, shipped_us, shipped_us if best is None else faster[best],
+        round(spread, 3), shapes.measured, counts.tried, counts.spilled, counts.wrong, counts.failed,
+    )  # fmt: skip
+
+
+def inner(size: int, eighths: int) -> Iterator[int]:
+    """A size, and one of the same class that is smaller if there is one."""
+    yield size
+    smaller = -(-size * eighths // 8)
+    if size // 2 < smaller < size:
+        yield smaller

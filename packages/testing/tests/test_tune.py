@@ -1,0 +1,148 @@
+"""The search of `narrowkv tune`, over configurations whose times and faults are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from narrowkv.testing.bench.timing import Timing
+from narrowkv.testing.tune import TUNED_FAMILIES, TUNED_MODELS, TuneSettings, family_of
+from narrowkv.testing.tune.search import Gpu, Shapes, TunedCall, check_shapes, tune_shapes
+
+
+@dataclass(frozen=True)
+class Made:
+    """A configuration by its times at two shapes."""
+
+    times: tuple[float, float]
+    fault: str = ""
+
+
+SHIPPED = Made((100.0, 50.0))
+
+
+class MadeGpu(Gpu):
+    """A GPU on which a configuration takes the time that it says."""
+
+    def __init__(self) -> None:
+        self.timer: Any = self
+        self.compiled = 0
+        self.replayed: list[float] = []
+
+    def capture(self, call: Callable[[], Any]) -> Any:
+        call()
+        return call
+
+    def replay(self, graph: Any) -> Timing:
+        us = graph.us
+        self.replayed.append(us)
+        return Timing(us, us * 0.99, us * 1.01, 10)
+
+    def wait(self) -> None:
+        pass
+
+    def compile(self, trials: Sequence[Callable[[], TunedCall]], jobs: int | None) -> None:
+        self.compiled += len(trials)
+
+    def spills(self, trial: Callable[[], TunedCall]) -> int:
+        return 8 if trial().run.choice.fault == "spills" else 0  # type: ignore[attr-defined]
+
+
+class Run:
+    def __init__(self, index: int, choice: Made) -> None:
+        self.choice, self.us = choice, choice.times[index]
+        self._out = torch.zeros(4)
+
+    def __call__(self) -> torch.Tensor:
+        if self.choice.fault == "fails":
+            raise RuntimeError("out of resource: shared memory")
+        return self._out.fill_(2.0 if self.choice.fault == "wrong" else 1.0)
+
+    def replay(self) -> None:
+        self()
+        if self.choice.fault == "nothing":
+            self._out.fill_(torch.nan)
+
+
+def _shapes(*choices: Made, refined: Callable[[Made], Sequence[Made]] = lambda _: ()) -> Shapes[Made]:
+    def trial(index: int, choice: Made | None) -> TunedCall:
+        run = Run(index, choice or SHIPPED)
+        return TunedCall(run, lambda out: float((out - 1).abs().max()), 0.01)
+
+    trials = (partial(trial, 0), partial(trial, 1))
+    return Shapes("decode", "a class", ("4 x 64", "3 x 48"), choices, refined, trials)
+
+
+FAULTS = (
+    Made((1.0, 1.0), "spills"), Made((2.0, 1.0), "wrong"), Made((3.0, 1.0), "fails"),
+    Made((4.0, 1.0), "nothing"),
+)  # fmt: skip
+
+
+def test_the_fastest_right_configuration_is_kept_and_others_are_counted() -> None:
+    row = tune_shapes(_shapes(Made((90.0, 45.0)), *FAULTS, Made((80.0, 45.0))), MadeGpu())
+    assert row.choice == {"times": (80.0, 45.0), "fault": ""}
+    assert (row.shipped_us, row.tuned_us) == ((100.0, 50.0), (80.0, 45.0))
+    assert (row.tried, row.spilled, row.wrong, row.failed) == (6, 1, 2, 1)
+    assert row.spread == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    "times", [(60.0, 52.0), (99.0, 49.5), (120.0, 60.0)], ids=["slower at one", "within the noise", "slower"]
+)
+def test_the_shipped_configuration_stays_unless_another_is_faster_everywhere(
+    times: tuple[float, float],
+) -> None:
+    row = tune_shapes(_shapes(Made(times)), MadeGpu())
+    assert row.choice is None
+    assert row.tuned_us == row.shipped_us == (100.0, 50.0)
+
+
+def test_a_configuration_that_is_much_slower_is_not_timed_at_the_second_shape() -> None:
+    gpu = MadeGpu()
+    tune_shapes(_shapes(Made((80.0, 40.0)), Made((500.0, 41.0))), gpu)
+    assert 500.0 in gpu.replayed
+    assert 41.0 not in gpu.replayed
+
+
+def test_variants_of_the_fastest_are_tried_after_it() -> None:
+    row = tune_shapes(
+        _shapes(
+            Made((80.0, 40.0)), Made((90.0, 40.0)), refined=lambda best: [Made((best.times[0] - 10, 40.0))]
+        ),
+        MadeGpu(),
+    )
+    assert row.choice == {"times": (70.0, 40.0), "fault": ""}
+    assert row.tried == 3
+
+
+def test_a_wrong_shipped_configuration_ends_the_search() -> None:
+    shapes = _shapes(Made((80.0, 40.0)))
+    broken = Shapes(
+        *(getattr(shapes, name) for name in ("family", "name", "measured", "choices", "refined")),
+        trials=tuple(lambda choice, make=make: make(choice or FAULTS[1]) for make in shapes.trials),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="decode, a class: the shipped configuration is wrong"):
+        tune_shapes(broken, MadeGpu())
+
+
+def test_without_times_configurations_are_only_checked() -> None:
+    gpu = MadeGpu()
+    counts = check_shapes(_shapes(Made((80.0, 40.0)), *FAULTS), gpu)
+    assert (counts.tried, counts.spilled, counts.wrong, counts.failed) == (5, 1, 2, 1)
+    assert gpu.compiled == 10
+
+
+@pytest.mark.parametrize("family", TUNED_FAMILIES)
+@pytest.mark.parametrize("model", TUNED_MODELS)
+def test_measured_shapes_of_a_class_have_its_name_and_classes_differ(model: str, family: str) -> None:
+    found = family_of(family, TuneSettings(TUNED_MODELS[model]), "cpu")
+    names = [found.name_of(chosen) for chosen in found.classes()]
+    assert len(names) == len(set(names)) > 10
+    for chosen in found.classes():
+        assert {found.name_of((shape,)) for shape in chosen} == {found.name_of(chosen)}
