@@ -125,7 +125,7 @@ def _part(step: Step, starts: Sequence[int], lens: Sequence[int] | None, begin: 
         PageTable.from_block_table(
             table.page_ids[begin:end], table.seq_lens[begin:end], page_size=table.page_size
         ),
-        0 if own is None else sum(own),
+        max_kv_tokens=0 if own is None else sum(own),
     )  # fmt: skip
     if not part.decodes:
         part.query_start_loc = step.query_start_loc[begin : end + 1] - first
