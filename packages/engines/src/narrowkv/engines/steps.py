@@ -100,13 +100,11 @@ def divide(
         lens: keys of each request with those of the step, or bounds of them; None if the host does not know.
         decode_tokens: query tokens up to which a request decodes.
     """
+    decodes = [end - begin <= decode_tokens for begin, end in pairwise(starts)]
+    if all(decodes):  # a graph that is captured of it is replayed with other lengths
+        return step
     if lens is not None:
         step = replace(step, max_kv_tokens=max(sum(lens), 1))
-    if step.decodes:
-        return step
-    decodes = [end - begin <= decode_tokens for begin, end in pairwise(starts)]
-    if all(decodes):
-        return step
     cut = decodes.index(False) or len(decodes) - decodes[::-1].index(False)
     if cut == len(decodes):
         return step
