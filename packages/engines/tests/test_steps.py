@@ -35,7 +35,7 @@ def table_of(lens, pages=8, device="cpu"):
 
 def filled(pages, *, format="fp8_e4m3fn", device="cpu", seed=1):
     random = torch.Generator().manual_seed(seed)
-    scale = {} if format == "bf16" else {"k_descale": 0.02, "v_descale": 0.02}
+    scale = {} if format in ("bf16", "fp4_e2m1") else {"k_descale": 0.02, "v_descale": 0.02}
     cache = PagedKVCache.empty(pages, PAGE, KV_HEADS, DIM, format=format, device=device, **scale)
     k, v = torch.randn(2, pages * PAGE, KV_HEADS, DIM, generator=random).bfloat16().to(device)
     append(cache, k, v, torch.arange(pages * PAGE, device=device))
@@ -83,6 +83,35 @@ def test_layers_of_other_windows_and_formats_share_one_workspace():
     held = {id(plan.workspace) for plan in steps._decode_plans.values()}
     assert len(steps._decode_plans) == 2
     assert len(held) == 1
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
+def test_a_token_has_the_same_bits_in_every_step_that_is_batch_invariant(format):
+    # The last tokens of a sequence of 70, alone, in chunks, and beside a prompt or decodes of others.
+    cache, table = filled(4 * 8, format=format), table_of([70, 33, 128, 7])
+    rows = torch.randn(70, HEADS, DIM, generator=torch.Generator().manual_seed(2)).bfloat16()
+    other = torch.randn(40, HEADS, DIM, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    def last_row(mine, others, window):
+        """The sequence's last token in a step of its last `mine` tokens, and as many as given of others."""
+        counts = torch.tensor([mine, *others], dtype=torch.int32)
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+        pages = PageTable.from_block_table(
+            table.page_ids[: len(counts)], table.seq_lens[: len(counts)], page_size=PAGE
+        )
+        q = torch.cat([rows[70 - mine :], other[: sum(others)]])
+        step = Step(int(starts[-1]), int(counts.max()), 128, starts, pages)
+        out = torch.empty_like(q)
+        attend(step, q, cache, out, max_batch=4, batch_invariant=True, window_left=window)
+        return out[mine - 1]
+
+    for window in (-1, 37):
+        alone = last_row(1, [], window)
+        for mine, others in ((1, [1, 1, 1]), (4, [4]), (3, [30]), (33, []), (70, [1, 1, 7])):
+            assert torch.equal(last_row(mine, others, window), alone)
+    view = PageTable.from_block_table(table.page_ids[:1], table.seq_lens[:1], page_size=PAGE)
+    exact = paged_decode_reference(rows[-1:], cache, view, window_left=37, out_dtype=torch.float32)
+    assert relative_l1(alone, exact[0]) < BF16
 
 
 @pytest.mark.gpu
