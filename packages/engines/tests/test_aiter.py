@@ -17,6 +17,7 @@ from step_costs import VIEWS, operators
 
 from narrowkv.engines import aiter
 from narrowkv.engines.aiter import functions, patching, tensors
+from narrowkv.engines.versions import EngineVersionError
 from narrowkv.paged_cache.layouts import from_logical
 from narrowkv.quant import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
@@ -252,6 +253,15 @@ def test_patch_stands_in_where_aiter_fails_and_says_so_once(fake_aiter):
     assert prefill(q[:, :8], k, v, *arguments, causal=True, kv_last_page_lens=last) == "theirs"
     undo()
     assert fake_aiter["aiter"].mha_batch_prefill_func(q, k, v, *arguments) == "theirs"
+
+
+def test_an_aiter_that_moved_its_functions_is_told_by_a_sentence(fake_aiter, monkeypatch):
+    theirs = fake_aiter["aiter"].mha_batch_prefill_func
+    for name in [name for name in sys.modules if name.startswith("aiter.ops.triton")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(EngineVersionError, match=r"this aiter, which has no aiter\.ops\.triton"):
+        aiter.patch()
+    assert fake_aiter["aiter"].mha_batch_prefill_func is theirs
 
 
 def test_parameters_that_aiter_has_added_are_its_own(fake_aiter):

@@ -22,6 +22,7 @@ from narrowkv.engines import trial_sglang
 
 # isort: split
 from sglang.kernels.ops.kvcache.dsv4_main_kv_store import NopeFp8RopeBf16Pack
+from sglang.srt.arg_groups import choices, overrides
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import deepseek_v4_backend_hip_radix as hip
 from sglang.srt.layers.quantization import kvfp4_tensor
@@ -66,11 +67,17 @@ def make_pool(dtype, kind="full", page=PAGE):
     return made(size=PAGES * PAGE, layer_num=2, enable_memory_saver=False, **given, **sizes)
 
 
+SERVER = {
+    "speculative_algorithm": None, "dcp_size": 1, "enable_deterministic_inference": False,
+    "enable_mixed_chunk": False,
+}  # fmt: skip
+
+
 def make_runner(pool, **args):
     return SimpleNamespace(
         token_to_kv_pool=pool,
         req_to_token_pool=memory_pool.ReqToTokenPool(3, CONTEXT, "cpu", False),
-        server_args=SimpleNamespace(**{"speculative_algorithm": None, "dcp_size": 1, **args}),
+        server_args=SimpleNamespace(**{**SERVER, **args}),
         is_draft_worker=args.get("speculative_draft", False),
         model_config=SimpleNamespace(
             is_encoder_decoder=False,
@@ -318,6 +325,78 @@ def test_a_chain_of_guesses_is_verified(guesses, calls):
     assert calls.counts["batch_prefill"] == (1 if guesses == 3 else 2)
 
 
+DETERMINISTIC = {"enable_deterministic_inference": True}
+
+
+@pytest.mark.parametrize(
+    ("pool", "layer"),
+    [
+        ({**BF16_POOL}, {}),
+        ({"dtype": FP8}, {"scale": (0.03, 0.02)}),
+        ({"dtype": FP8, "kind": "window"}, {"scale": (0.03, 0.02), "index": 1, "window": WINDOW}),
+        ({**BF16_POOL, "kind": "fp4"}, {}),
+    ],
+    ids=["bf16", "fp8", "fp8-window", "fp4"],
+)
+def test_deterministic_steps_give_a_request_the_same_bits_alone_in_chunks_and_in_a_batch(pool, layer):
+    prompt, steps_of_one = 29, 3
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(prompt + steps_of_one, HEADS * DIM)] + 2 * [(prompt + steps_of_one, KV_HEADS, DIM)]
+    own = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+    def outputs(chunks, other):
+        """Results of the second request, whose tokens come in these chunks; others of the first beside it."""
+        batch = Batch(make_pool(**pool), **DETERMINISTIC)
+        made, begin, found = batch.made, 0, []
+        for count, beside in zip([*chunks, *[1] * steps_of_one], other, strict=True):
+            forward = batch.prepared([beside, count])
+            given = [
+                torch.cat([theirs[:beside], mine[begin : begin + count]])
+                for theirs, mine in zip(batch.tensors(), own, strict=True)
+            ]
+            found.append(made.forward(*given, make_layer(**layer), forward)[beside:])
+            begin += count
+        return torch.cat(found)
+
+    whole = outputs([prompt], [1, 1, 1, 1])
+    assert torch.equal(outputs([prompt], [24, 1, 1, 1]), whole)
+    # The last chunk as behind a prefix that the radix cache holds.
+    assert torch.equal(outputs([8, 16, 5], [20, 3, 1, 1, 1, 1]), whole)
+
+
+def test_a_deterministic_step_does_not_depend_on_the_width_of_its_batch():
+    def decoded(rows):
+        batch = Batch(make_pool(FP8), **DETERMINISTIC)
+        layer = make_layer(scale=SCALES)
+        batch.run(layer, batch.prepared([9, 20]))
+        forward = batch.step([1, 1])
+        batch.generator.manual_seed(7)
+        given = batch.tensors()
+        if rows == 1:
+            forward.batch_size = 1
+            for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
+                setattr(forward, name, getattr(forward, name)[1:])
+            given = [x[1:] for x in given]
+        batch.made.init_forward_metadata(forward)
+        return batch.made.forward(*given, layer, forward)[-1]
+
+    assert torch.equal(decoded(1), decoded(2))
+
+
+def test_narrowkv_is_on_sglangs_lists_of_deterministic_backends():
+    narrow.register()
+    narrow.register()
+    view = SimpleNamespace(enable_deterministic_inference=True, attention_backend=narrow.NAME)
+    assert overrides._deterministic_attention_backend(view) == {}  # other names are refused
+    for names in (
+        choices.ATTENTION_BACKEND_CHOICES,
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        assert names.count(narrow.NAME) == 1
+    assert narrow.NAME not in choices.DRAFT_ATTENTION_BACKEND_CHOICES
+
+
 # What each of four guesses sees: two continuations of a token, one of which goes on; and three of a token.
 TREES = torch.tensor(
     [
@@ -419,8 +498,9 @@ def test_a_layer_adds_little_time_to_its_planned_calls(monkeypatch):
         ({**CHAIN, "speculative_draft": True}, "--speculative-draft-attention-backend"),
         ({"dcp_size": 2}, "--dcp-size"),
         ({"chunk": 64}, "within chunks"),
+        ({**DETERMINISTIC, "enable_mixed_chunk": True}, "--enable-mixed-chunk"),
     ],
-    ids=["trees-and-windows", "dflash", "many-guesses", "draft-model", "context-parallel", "chunks"],
+    ids=["trees-and-windows", "dflash", "many-guesses", "draft-model", "context-parallel", "chunks", "mixed"],
 )
 def test_what_is_not_served_is_refused_with_the_reason(change, message):
     args = dict(change)

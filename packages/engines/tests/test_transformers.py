@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.integrations.eager_paged import eager_paged_attention_forward
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import narrowkv.engines.transformers as engine
 from narrowkv.engines.tiny import tiny_config, tiny_model
@@ -542,9 +545,14 @@ def test_continuous_batching_reads_and_writes_the_engines_cache(form, monkeypatc
     calls = watch(monkeypatch, *CONTINUOUS, bound=0.002)  # as for every 16-bit query
     errors, found = [], []
 
-    def compared(*args, **kwargs):
-        o, _ = continuous.attend_paged(*args, **kwargs)
-        own, _ = eager_paged_attention_forward(*args, **kwargs)
+    def compared(module, q, k, v, mask, **kwargs):
+        o, _ = continuous.attend_paged(module, q, k, v, mask, **kwargs)
+        update = functools.partial(continuous.PagedAttentionCache.update, kwargs["cache"])
+        if "cache" in inspect.signature(LlamaAttention.forward).parameters:  # it stores, from 5.24 on
+            k, v = update(k, v, module.layer_idx, kwargs=kwargs)
+        else:
+            kwargs["cache"] = SimpleNamespace(update=update)
+        own, _ = eager_paged_attention_forward(module, q, k, v, mask, **kwargs)
         errors.append(relative_l1(o, own.float()))
         return o, None
 

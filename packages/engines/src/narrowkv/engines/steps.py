@@ -26,6 +26,7 @@ __all__ = [
     "SCRATCH_BYTES",
     "Step",
     "attend",
+    "attend_batch_invariant",
     "divide",
     "reserve",
     "reserve_decode",
@@ -154,7 +155,7 @@ def reserve(
 
 def reserve_decode(
     shape: DecodeShape, format: str | CacheFormat, device: torch.device, *, scale_group: int | None = None,
-    scale_format: str | None = None,
+    scale_format: str | None = None, batch_invariant: bool = False,
 ) -> None:  # fmt: skip
     """Allocates the workspace of decode steps while an engine is being set up.
 
@@ -164,11 +165,14 @@ def reserve_decode(
         format: of the cache.
         device: where the tensors will be.
         scale_group, scale_format: of FP4, as for `plan_decode`.
+        batch_invariant: whether the steps are those of `attend_batch_invariant`.
     """
     target = active_target(device).name
     counts = {*range(1, min(shape.q_len, MAX_DECODE_TOKENS) + 1), shape.q_len}
     most = max(
-        _decode_bytes(replace(shape, q_len=tokens), format, device, scale_group, scale_format, target)
+        _decode_bytes(
+            replace(shape, q_len=tokens), format, device, scale_group, scale_format, target, batch_invariant
+        )
         for tokens in counts
     )
     reserve(most, device)
@@ -177,10 +181,13 @@ def reserve_decode(
 @functools.lru_cache(maxsize=256)
 def _decode_bytes(
     shape: DecodeShape, format: str | CacheFormat, device: torch.device, scale_group: int | None,
-    scale_format: str | None, target: str,
+    scale_format: str | None, target: str, batch_invariant: bool,
 ) -> int:  # fmt: skip
     """The workspace of steps of a shape; layers of one shape ask for the same."""
-    plan = plan_decode(shape, format, device=device, scale_group=scale_group, scale_format=scale_format)
+    plan = plan_decode(
+        shape, format, device=device, scale_group=scale_group, scale_format=scale_format,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     return plan.workspace_bytes()
 
 
@@ -215,21 +222,42 @@ def attend(
     batch_prefill(q, cache, step.table, step.query_start_loc, out=out, plan=prefill, **options)
 
 
+def attend_batch_invariant(
+    step: Step, q: torch.Tensor, cache: PagedKVCache, out: torch.Tensor, *, max_batch: int, **options: Any
+) -> None:
+    """As `attend`, with the same bits for a token whatever other requests its step has.
+
+    For engines whose steps have decodes or prefills, never both: decodes keep the decode kernel, whose bits
+    are not those of a prefill.
+    """
+    if step.decodes:
+        plan = _decode_plan(q, cache, step, max_batch, batch_invariant=True)
+        paged_decode(q, cache, step.table, out=out, plan=plan, **options)
+        return
+    attend(step, q, cache, out, max_batch=max_batch, batch_invariant=True, **options)
+
+
 def _kind(cache: PagedKVCache) -> int:
     """What a plan depends on of a cache, as one number; found again without a look at the cache."""
     kind = CACHE_KINDS.get(id(cache))
     return kind_of_cache(cache) if kind is None else kind
 
 
-def _decode_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, max_batch: int) -> DecodePlan:
+def _decode_plan(
+    q: torch.Tensor, cache: PagedKVCache, step: Step, max_batch: int, *, batch_invariant: bool = False
+) -> DecodePlan:
     """The plan of decode steps with this many query tokens, made once for all layers of a shape."""
     most = max(max_batch, step.table.batch_size)
-    key = (_kind(cache), q.shape[1:], q.dtype, step.max_query_len, step.table.page_ids.shape[1], most)
+    key = (
+        _kind(cache), q.shape[1:], q.dtype, step.max_query_len, step.table.page_ids.shape[1], most,
+        batch_invariant,
+    )  # fmt: skip
     plan = _decode_plans.get(key)
     if plan is None:
-        needed = plan_decode(q, cache, step.table, max_batch=most).workspace_bytes()
-        shared = reserve(needed, q.device)
-        plan = _decode_plans[key] = plan_decode(q, cache, step.table, max_batch=most, workspace=shared)
+        make = functools.partial(
+            plan_decode, q, cache, step.table, max_batch=most, batch_invariant=batch_invariant
+        )
+        plan = _decode_plans[key] = make(workspace=reserve(make().workspace_bytes(), q.device))
     return plan
 
 

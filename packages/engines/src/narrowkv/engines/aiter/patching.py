@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from narrowkv.engines.aiter import functions
+from narrowkv.engines.versions import EngineVersionError
 from narrowkv.runtime.errors import UnsupportedError
 
 __all__ = ["AITER_GQA_RATIOS", "patch"]
@@ -44,12 +45,14 @@ def patch(*, everything: bool = False) -> Callable[[], None]:
 
     Raises:
         ImportError: AITER is not installed.
+        EngineVersionError: AITER has moved its functions; nothing is replaced then.
     """
     put_back: list[tuple[Any, str, Any]] = []
+    places = {path: _import(path) for modules, _, _ in _PLACES.values() for path in modules}
     for name, (modules, query, key) in _PLACES.items():
         own = getattr(functions, name)
         for path in modules:
-            module = importlib.import_module(path)
+            module = places[path]
             theirs = getattr(module, name, None)
             if theirs is None:
                 continue
@@ -61,6 +64,18 @@ def patch(*, everything: bool = False) -> Callable[[], None]:
             setattr(module, name, theirs)
 
     return undo
+
+
+def _import(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name == "aiter" or not path.startswith(error.name or "?"):
+            raise
+        raise EngineVersionError(
+            f"narrowkv's patch does not fit this aiter, which has no {error.name}: it knows commit e4048607",
+            name=error.name,
+        ) from error
 
 
 def _standing_in(

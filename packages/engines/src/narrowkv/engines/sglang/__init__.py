@@ -36,7 +36,11 @@ def register(*, instead_of: str | None = None) -> None:
         EngineVersionError: the installed SGLang lacks a name that the adapter imports.
     """
     with adapting("sglang"):
-        from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+        from sglang.srt.arg_groups.choices import (
+            ATTENTION_BACKEND_CHOICES,
+            DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+            RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+        )
         from sglang.srt.layers.attention.attention_registry import (
             ATTENTION_BACKENDS,
             register_attention_backend,
@@ -45,8 +49,13 @@ def register(*, instead_of: str | None = None) -> None:
     if instead_of is not None:
         register_attention_backend(check_choice("instead_of", instead_of, tuple(ATTENTION_BACKENDS)))(_make)
     register_attention_backend(NAME)(_make)
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        ATTENTION_BACKEND_CHOICES.append(NAME)
+    for names in (
+        ATTENTION_BACKEND_CHOICES,
+        DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        if NAME not in names:
+            names.append(NAME)
 
 
 def _make(runner: Any) -> Any:

@@ -17,7 +17,14 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from narrowkv.attn_decode import DecodeShape
 from narrowkv.engines.sglang.layers import NOT_SERVED, Layer, check_options, make_layer
 from narrowkv.engines.sglang.pools import layer_buffers, pool_reasons, stored_format
-from narrowkv.engines.steps import MAX_DECODE_TOKENS, Step, attend, divide, reserve_decode
+from narrowkv.engines.steps import (
+    MAX_DECODE_TOKENS,
+    Step,
+    attend,
+    attend_batch_invariant,
+    divide,
+    reserve_decode,
+)
 from narrowkv.paged_cache import (
     PageTable,
     append,
@@ -70,6 +77,10 @@ class NarrowAttentionBackend(AttentionBackend):
         guesses = self.guesses = _verified_tokens(runner, reasons)
         if args.dcp_size > 1:
             reasons.append("--dcp-size is more than 1")
+        deterministic = bool(args.enable_deterministic_inference)
+        self._attend = attend_batch_invariant if deterministic else attend
+        if deterministic and args.enable_mixed_chunk:
+            reasons.append("--enable-mixed-chunk puts decodes into prefills, so it cannot be deterministic")
         if runner.model_config.is_encoder_decoder:
             reasons.append("it has an encoder")
         if runner.model_config.attention_chunk_size is not None:
@@ -104,7 +115,7 @@ class NarrowAttentionBackend(AttentionBackend):
         )  # fmt: skip
         name, group = stored_format(self.pool)
         self._exponent = "mse" if group is None else "sglang"  # of FP4's scales: the pool's own rule
-        reserve_decode(shape, name, self.device, scale_group=group)
+        reserve_decode(shape, name, self.device, scale_group=group, batch_invariant=deterministic)
 
     def _allocate(self, max_batch: int) -> None:
         """Page tables for this many requests, one for each pool."""
@@ -339,7 +350,7 @@ class NarrowAttentionBackend(AttentionBackend):
         else:
             out = torch.zeros_like(rows)
             rows, written = rows[:tokens], out[:tokens]
-        attend(step, rows, cache, written, max_batch=self.max_batch, sinks=sinks, **found.options)
+        self._attend(step, rows, cache, written, max_batch=self.max_batch, sinks=sinks, **found.options)
         return out.view(-1, heads * dim)
 
     forward_decode = forward_extend

@@ -34,7 +34,8 @@ def pool_reasons(pool: Any) -> list[str]:
     Args:
         pool: SGLang's `DeepSeekV4SingleKVPool`, of a window or of compressed rows, or one like it.
     """
-    from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
+    with adapting("sglang"):
+        from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 
     if pool.kv_cache_total_dim == _HEAD_DIM:
         return [
@@ -65,7 +66,8 @@ def pool_rows(pool: Any, layer_id: int) -> DSV4Rows:
 
 def _fp8() -> str:
     """The FP8 format that SGLang stores on this device."""
-    from sglang.srt.layers.attention.hip_flash_mla import FP8_DTYPE
+    with adapting("sglang"):
+        from sglang.srt.layers.attention.hip_flash_mla import FP8_DTYPE
 
     return get_format(FP8_DTYPE).name
 
@@ -117,7 +119,8 @@ def flash_mla_with_kvcache(
         extra = listed_rows(rows, extra_indices_in_kvcache, extra_topk_length)
     o = attend_to_rows(q.flatten(0, 1), source, extra, attn_sink=attn_sink, sm_scale=softmax_scale)
     if inv_rope is not None:
-        from sglang.srt.layers.attention.hip_flash_mla import _apply_inverse_rope
+        with adapting("sglang"):
+            from sglang.srt.layers.attention.hip_flash_mla import _apply_inverse_rope
 
         _apply_inverse_rope(o, inv_rope)
     return o.view(q.shape), None

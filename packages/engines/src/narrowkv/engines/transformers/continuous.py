@@ -10,14 +10,18 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import AttentionInterface
-from transformers.generation.continuous_batching import continuous_api
 
 from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_prefill import PrefillPlan, batch_prefill, plan_prefill
 from narrowkv.engines.transformers.attention import refuse_unknown
+from narrowkv.engines.versions import adapting
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.runtime.errors import check_choice
+
+with adapting("transformers"):
+    from transformers import AttentionInterface
+    from transformers.generation.continuous_batching import continuous_api
+    from transformers.generation.continuous_batching.continuous_api import PagedAttentionCache
 
 __all__ = [
     "attend_paged",
@@ -46,7 +50,21 @@ class _Layer(NamedTuple):
 _layers: WeakKeyDictionary[Any, dict[int, _Layer]] = WeakKeyDictionary()
 _plans: WeakKeyDictionary[Any, tuple[Any, PrefillPlan]] = WeakKeyDictionary()
 _descales = (1.0, 1.0)
-_ENGINES_CACHE = continuous_api.PagedAttentionCache
+
+
+class _Cache(PagedAttentionCache):  # type: ignore[misc, valid-type]  # transformers has no types
+    """The engine's cache, which leaves storing to `attend_paged`.
+
+    From transformers 5.24 on the model's attention module stores new tokens before it calls the attention
+    function, and hands on its keywords, which then no longer name the cache.
+    """
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **options: Any) -> Any:
+        keywords = options.get("kwargs")
+        if keywords is None or self.config._attn_implementation != NAME:
+            return super().update(key_states, value_states, *args, **options)
+        keywords["cache"] = self
+        return key_states, value_states
 
 
 def register_continuous_batching(
@@ -69,12 +87,12 @@ def register_continuous_batching(
     AttentionInterface.register(NAME, attend_paged)
     _descales = k_descale, v_descale
     if format is None:
-        continuous_api.PagedAttentionCache = _ENGINES_CACHE
+        continuous_api.PagedAttentionCache = _Cache
         return
     stored = _DTYPES[check_choice("format", format, tuple(_DTYPES))]
 
     def narrow_cache(*args: Any, **kwargs: Any) -> Any:
-        return _ENGINES_CACHE(*args, **{**kwargs, "dtype": stored})
+        return _Cache(*args, **{**kwargs, "dtype": stored})
 
     continuous_api.PagedAttentionCache = narrow_cache
 

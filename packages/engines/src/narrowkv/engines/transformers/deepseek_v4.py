@@ -19,13 +19,16 @@ import functools
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
 
 from narrowkv.engines.deepseek import attend_to_rows, listed_rows
+from narrowkv.engines.versions import adapting
 from narrowkv.runtime.errors import check_choice
 from narrowkv.sparse_fp8 import DSV4Rows
 from narrowkv.sparse_fp8.layouts import PAGED_LAYOUTS
+
+with adapting("transformers"):
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
 
 __all__ = ["NAME", "attend", "register"]
 
