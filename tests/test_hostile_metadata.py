@@ -30,8 +30,18 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.runtime.launch import Executor, executing
 from narrowkv.runtime.targets import device_target
 from narrowkv.sage import sage_attention
-from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill, sparse_prefill_fp8
+from narrowkv.sparse_fp8 import (
+    IndexKeys,
+    KVSource,
+    index_logits,
+    index_topk,
+    plan_index_topk,
+    sparse_decode,
+    sparse_prefill,
+    sparse_prefill_fp8,
+)
 from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.indexer import IndexCase
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseCase
@@ -398,6 +408,73 @@ def _sparse(case: SparseCase, operation: Callable[..., Any], **options: Any) -> 
     return scene
 
 
+def _index_logits(case: IndexCase) -> Scene:
+    def scene(guarded: Guarded) -> Call:
+        inputs = case.build(guarded.device)
+        q, weights = guarded.place("q", inputs.q), guarded.place("weights", inputs.weights)
+        keys = IndexKeys(
+            guarded.place("values", inputs.keys.values), guarded.place("scale", inputs.keys.scale),
+            case.format, inputs.keys.shuffled,
+        )  # fmt: skip
+        where = {name: guarded.integers(name, x) for name, x in inputs.where.items()}
+        metadata: dict[str, Numbers | Starts] = {}
+        columns = keys.num_pages
+        if case.layout == "rows":
+            metadata = {name: Numbers(x, columns, int, nearest) for name, x in where.items()}
+        else:
+            columns = where["block_table"].shape[1] * case.page_size
+            metadata["block_table"] = Numbers(where["block_table"], keys.num_pages - 1, int)
+            metadata["seq_lens"] = Numbers(where["seq_lens"], columns, int, nearest)
+        out = guarded.nan("out", q.shape[0], columns)
+
+        def run() -> Results:
+            index_logits(q, weights, keys, **where, out=out)
+            return {"logits": out}
+
+        return Call(
+            run, metadata, len(case.lens), lambda seq: torch.arange(case.q_len) + seq * case.q_len
+        )  # fmt: skip
+
+    return scene
+
+
+def _index_topk(by_length: bool, columns: int) -> Scene:
+    """Of 3 sequences with 2 tokens each, with rows of pages; or of 3 tokens with bounds."""
+
+    def scene(guarded: Guarded) -> Call:
+        q_len, topk = 2 if by_length else 1, 5
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(3 * q_len, columns, generator=generator).round().to(guarded.device)
+        logits = guarded.place("logits", logits)
+        ends = torch.tensor([columns - 3, 40, 2], device=guarded.device)
+        options: dict[str, Any] = {}
+        metadata: dict[str, Numbers | Starts] = {}
+        if by_length:
+            pages = -(-columns // 16)
+            table = torch.arange(3 * pages, device=guarded.device).view(3, pages)
+            options["seq_lens"] = guarded.integers("seq_lens", ends)
+            options["block_table"] = guarded.integers("block_table", table)
+            options["page_size"] = 16
+            metadata["block_table"] = Numbers(options["block_table"], 3 * pages - 1, int)
+        else:
+            options["starts"] = guarded.integers("starts", ends // 2)
+            options["ends"] = guarded.integers("ends", ends)
+        for name in set(options) - {"block_table", "page_size"}:
+            metadata[name] = Numbers(options[name], columns, int, nearest)
+        plan = plan_index_topk(topk=topk, num_columns=columns, device=guarded.device, max_num_tokens=6)
+        plan = replace(plan, workspace=guarded.workspace(plan.workspace_bytes(), guarded.device))
+        out = guarded.place("out", torch.zeros(3 * q_len, topk, dtype=I32, device=guarded.device))
+
+        def run() -> Results:
+            out.fill_(77)
+            index_topk(logits, topk, plan=plan, out=out, **options)
+            return {"chosen": out}
+
+        return Call(run, metadata, 3, lambda seq: torch.arange(q_len) + seq * q_len)
+
+    return scene
+
+
 def _sage(case: SageCase, **options: Any) -> Scene:
     def scene(guarded: Guarded) -> Call:
         q, k, v, starts_q, starts_k = case.build(guarded.device)
@@ -487,6 +564,12 @@ def _register() -> Iterator[tuple[str, Scene]]:
         )
     yield "sparse_prefill_fp8, prepass", _sparse(s, sparse_prefill_fp8, mode="prepass")
     yield "sparse_decode, FP8 rows", _sparse(s, sparse_decode, num_splits=2)
+    for layout in ("rows", "pages", "packed", "shuffled"):
+        yield f"index_logits, {layout}", _index_logits(IndexCase.small(layout=layout, lens=(40, 5, 21)))
+    yield "index_logits, 3 tokens", _index_logits(IndexCase.small(q_len=3, lens=(40, 5, 21)))
+    for columns in (100, 20000):
+        yield f"index_topk, bounds, {columns}", _index_topk(False, columns)
+        yield f"index_topk, lengths and pages, {columns}", _index_topk(True, columns)
     g = SageCase.small(q_lens=(20, 0, 7, 5), k_lens=(30, 4, 40, 9), ragged=True)
     for precision in ("int8", "fp8"):
         yield f"sage, {precision}", _sage(g, qk_dtype=precision)
@@ -627,6 +710,7 @@ def test_wrong_metadata_never_leaves_the_tensors_in_amd_machine_code(name: str, 
         "decode, block table, even", "decode, ragged, even", "prefill, block table, dense",
         "prefill, ragged, fused", "prefill_append, fused, rope", "append, fp8, rope", "sparse_prefill",
         "sparse_decode, FP8 rows", "sage, int8",
+        "index_logits, packed", "index_topk, lengths and pages, 100",
     ],
 )  # fmt: skip
 def test_metadata_of_either_integer_and_any_stride_is_read_as_it_is(name: str, device: str) -> None:

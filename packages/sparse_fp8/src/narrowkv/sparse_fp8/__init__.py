@@ -11,6 +11,7 @@ Example:
 """
 
 import narrowkv.runtime.toolchain  # first: it says how to get Triton
+import narrowkv.sparse_fp8.indexer.torch_ops  # torch.ops.narrowkv.index_*
 import narrowkv.sparse_fp8.torch_ops  # noqa: F401  # torch.ops.narrowkv.sparse_*
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.binding import RowsFormat
