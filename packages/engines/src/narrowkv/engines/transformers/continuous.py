@@ -52,7 +52,7 @@ _plans: WeakKeyDictionary[Any, tuple[Any, PrefillPlan]] = WeakKeyDictionary()
 _descales = (1.0, 1.0)
 
 
-class _Cache(PagedAttentionCache):  # type: ignore[misc, valid-type]  # transformers has no types
+class _Cache(PagedAttentionCache):
     """The engine's cache, which leaves storing to `attend_paged`.
 
     From transformers 5.24 on the model's attention module stores new tokens before it calls the attention
