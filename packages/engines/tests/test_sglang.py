@@ -338,7 +338,7 @@ DETERMINISTIC = {"enable_deterministic_inference": True}
     ],
     ids=["bf16", "fp8", "fp8-window", "fp4"],
 )
-def test_deterministic_steps_give_a_request_the_same_bits_alone_in_chunks_and_in_a_batch(pool, layer):
+def test_deterministic_steps_give_a_request_the_same_bits_alone_in_chunks_and_in_a_batch(pool, layer, calls):
     prompt, steps_of_one = 29, 3
     generator = torch.Generator().manual_seed(3)
     shapes = [(prompt + steps_of_one, HEADS * DIM)] + 2 * [(prompt + steps_of_one, KV_HEADS, DIM)]
@@ -362,6 +362,9 @@ def test_deterministic_steps_give_a_request_the_same_bits_alone_in_chunks_and_in
     assert torch.equal(outputs([prompt], [24, 1, 1, 1]), whole)
     # The last chunk as behind a prefix that the radix cache holds.
     assert torch.equal(outputs([8, 16, 5], [20, 3, 1, 1, 1, 1]), whole)
+    # A chunk as short as another request's, which `attend` takes for decodes.
+    assert torch.equal(outputs([9, 20], [9, 3, 1, 1, 1]), whole)
+    assert calls.counts == {"append": 19, "batch_prefill": 7, "paged_decode": 12}
 
 
 def test_a_deterministic_step_does_not_depend_on_the_width_of_its_batch():

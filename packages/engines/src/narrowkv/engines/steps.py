@@ -227,10 +227,10 @@ def attend_batch_invariant(
 ) -> None:
     """As `attend`, with the same bits for a token whatever other requests its step has.
 
-    For engines whose steps have decodes or prefills, never both: decodes keep the decode kernel, whose bits
-    are not those of a prefill.
+    For engines whose steps have decodes or prefills, never both: decodes, the steps without
+    `query_start_loc`, keep the decode kernel, whose bits are not those of a prefill.
     """
-    if step.decodes:
+    if step.query_start_loc is None:
         plan = _decode_plan(q, cache, step, max_batch, batch_invariant=True)
         paged_decode(q, cache, step.table, out=out, plan=plan, **options)
         return
