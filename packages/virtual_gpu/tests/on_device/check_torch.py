@@ -219,6 +219,38 @@ def test_a_graph_repeats_operations_and_its_capture_changes_nothing():
     assert z.tolist() == [40, 40, 40]
 
 
+def test_a_graph_holds_what_a_custom_operator_does_and_not_its_python():
+    x, y = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    scope = [10]  # what holds during the capture alone
+
+    def double(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.copy_(x * 2)
+        return y + scope[0]
+
+    with torch.library._scoped_library("check_graphs", "FRAGMENT") as library:
+        library.define("double(Tensor x, Tensor(a!) y) -> Tensor")
+        library.impl("double", double, "CUDA")
+        decorated = torch.library.custom_op("check_graphs::decorated", double, mutates_args=("y",))
+        for operation in (torch.ops.check_graphs.double, decorated):
+            scope[:] = [10]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                z = operation(x.fill_(1), y.fill_(0)) * 2
+            scope.clear()
+            x.fill_(3)
+            graph.replay()
+            assert (y.tolist(), z.tolist()) == ([2, 2, 2], [24, 24, 24])
+
+
+def test_torch_accelerator_says_what_torch_cuda_says_of_memory():
+    before = torch.accelerator.memory_allocated()
+    x = torch.zeros(1 << 20, device="cuda", dtype=torch.uint8)
+    assert torch.accelerator.memory_allocated() == torch.cuda.memory_allocated() >= before + x.numel()
+    assert torch.accelerator.get_memory_info() == torch.cuda.mem_get_info()
+    torch.accelerator.empty_cache()
+    torch.accelerator.empty_host_cache()
+
+
 def test_a_capture_refuses_to_wait_for_the_device():
     x = torch.ones(3, device="cuda")
     for wait in (lambda: x.sum().item(), lambda: x.cpu()):

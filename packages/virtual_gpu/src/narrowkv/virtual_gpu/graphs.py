@@ -28,8 +28,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records each operation on GPU tensors, and keeps the memory of its results for the replays.
 
     It is also run, because its results give later operations shapes and addresses. What it overwrites is put
-    back: a capture changes nothing that existed before.
+    back: a capture changes nothing that existed before. Launches are recorded by the runtime.
     """
+
+    captures_launches = True  # narrowkv's operations need not be operators of torch here
 
     def __init__(self, steps: list[Callable[[], Any]], memory: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +44,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "aten::_local_scalar_dense" or (on_device and any(map(_is_host_memory, inputs))):
             raise RuntimeError(_WAITS.format(name))
         before = [(t, t.clone()) for t in _overwritten(func, args, kwargs)]
-        results = func(*args, **kwargs)
+        recorded = len(self._steps)
+        key = _key_of_custom_kernel(func) if on_device else None
+        if key is None:
+            results = func(*args, **kwargs)
+        else:
+            with self:  # a graph holds what the operator does: its Python is not run again
+                results = func._op_dk(key, *args, **kwargs)
         for tensor, values in before:
             if tensor.shape == values.shape:
                 tensor.copy_(values)
@@ -50,9 +58,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if on_device and any(map(_is_host_memory, outputs)):
             raise RuntimeError(_WAITS.format(name))
         self._memory += [t for t in outputs if t.is_cuda]
-        if any(t.is_cuda for t in [*inputs, *outputs]) and not name.startswith("aten::empty"):
+        inside = len(self._steps) > recorded
+        if any(t.is_cuda for t in [*inputs, *outputs]) and not name.startswith("aten::empty") and not inside:
             self._steps.append(lambda: _repeat(func, args, kwargs, outputs))
         return results
+
+
+def _key_of_custom_kernel(func: Any) -> Any:
+    """Under which key an operator has a kernel for GPUs that is not torch's own; None if it has none."""
+    if func.namespace in ("aten", "prims"):
+        return None
+    keys = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return next((key for key in keys if has_kernel(func.name(), key)), None)
 
 
 def _is_host_memory(tensor: torch.Tensor) -> bool:

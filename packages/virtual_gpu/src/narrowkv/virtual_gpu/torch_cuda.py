@@ -304,7 +304,19 @@ def _replace_what_torch_made_at_import(runtime: Runtime) -> None:
     torch.version.hip = f"{ROCM}-virtual"
     torch.backends.cuda.is_built = lambda: True
     tensor.record_stream = lambda self, stream: None
+    _give_accelerator_memory()
     _give_storages_a_device()
+
+
+def _give_accelerator_memory() -> None:
+    """What `torch.accelerator` says of memory: torch asks an allocator that the virtual GPU lacks."""
+    accelerator: Any = torch.accelerator
+    cuda: Any = torch.cuda
+    for name in accelerator.memory.__all__:
+        if hasattr(cuda, name):
+            setattr(accelerator, name, getattr(cuda, name))
+    accelerator.get_memory_info = cuda.mem_get_info
+    accelerator.empty_host_cache = lambda: None
 
 
 def _give_storages_a_device() -> None:

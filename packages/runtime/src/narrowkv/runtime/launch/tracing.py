@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -39,7 +40,7 @@ def traceable(operation: Callable[_P, _R]) -> Callable[_P, _R]:
         # Written out here, because every call pays for it.
         if (
             torch.compiler.is_dynamo_compiling()
-            or torch._C._len_torch_dispatch_stack()
+            or (torch._C._len_torch_dispatch_stack() and _mode_traces())
             or (type(tensor) is not torch.Tensor and _intercepts(tensor))
             or (isinstance(tensor, torch.Tensor) and torch._is_functional_tensor(tensor))
         ):
@@ -48,6 +49,11 @@ def traceable(operation: Callable[_P, _R]) -> Callable[_P, _R]:
         return operation(*args, **kwargs)
 
     return call
+
+
+def _mode_traces() -> bool:
+    """Whether the innermost mode takes operations over; the one of a virtual GPU's graph records launches."""
+    return not getattr(_get_current_dispatch_mode(), "captures_launches", False)
 
 
 def _tensor_of(value: object) -> object:
