@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,50 +12,31 @@ from narrowkv.attn_decode.merging import merge_states
 from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_options, cache_tensors
-from narrowkv.runtime.launch.tracing import (
-    OPTIONS_SCHEMA,
-    as_bytes,
-    call_attention,
-    plan_of,
-    register_attention,
-    spell,
-    spelled,
-    traces,
-)
+from narrowkv.runtime.launch.tracing import Results, Tensors, as_bytes, like_query, register, traces
 
 _INPUTS = (
     "Tensor q, "
     + CACHE_SCHEMA.format(a="", b="", c="", d="")
     + ", Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens, Tensor? key_ranges, "
-    + "Tensor? tree_mask, Tensor? q_descale, Tensor? sinks, "
-    + OPTIONS_SCHEMA
+    + "Tensor? tree_mask, Tensor? q_descale, Tensor? sinks"
 )
 
-_STATES = f"Tensor o, Tensor lse, Tensor? sinks, {OPTIONS_SCHEMA}"
 
-
-def _decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None,
-    v_descale: torch.Tensor | None, key_offset: torch.Tensor | None, key_balance: torch.Tensor | None,
-    page_ids: torch.Tensor, kv_indptr: torch.Tensor | None,
-    kv_last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, key_ranges: torch.Tensor | None,
-    tree_mask: torch.Tensor | None, q_descale: torch.Tensor | None, sinks: torch.Tensor | None,
-    *options: Any, **outputs: Any,
-) -> Any:  # fmt: skip
-    given = spelled(*options)
-    cache = cache_from((k, v, k_descale, v_descale, key_offset, key_balance), given)
+def _decode(q: torch.Tensor, *tensors: Any, **outputs: Any) -> Any:
+    *cached, page_ids, indptr, last_page_len, seq_lens, key_ranges, tree, q_descale, sinks, given = tensors
+    cache = cache_from(tuple(cached), given)
     table = PageTable(
-        given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
-        given.pop("before_append"), key_ranges, tree_mask,
+        given.pop("kind"), page_ids, given.pop("page_size"), indptr, last_page_len, seq_lens,
+        given.pop("before_append"), key_ranges, tree,
     )  # fmt: skip
-    number, given["plan"] = given.pop("q_number"), plan_of(given.pop("plan"))
+    number = given.pop("q_number")
     return paged_decode(
         q.view(given.pop("q_dtype")), cache, table, sinks=sinks,
         q_descale=number if q_descale is None else q_descale, **given, **outputs,
     )  # fmt: skip
 
 
-register_attention("paged_decode", _INPUTS, _decode)
+_call_decode = register("paged_decode", _INPUTS, _decode, like_query)
 
 
 @traces("paged_decode")
@@ -71,65 +53,41 @@ def traced_decode(
     out_dtype: torch.dtype | None = None,
     plan: DecodePlan | None = None,
     **options: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """`paged_decode` through its operators, which check the arguments when they run.
 
     A plan goes as its handle: it must live where the traced call runs.
     """
     on_device = q_descale if isinstance(q_descale, torch.Tensor) else None
-    spec = spell(
-        q_dtype=q.dtype,
-        q_number=1.0 if on_device is not None else q_descale,
-        plan=None if plan is None else plan.handle,
-        kind=page_table.kind,
-        page_size=page_table.page_size,
-        before_append=page_table.before_append,
-        out_dtype=out_dtype,
-        **cache_options(cache),
-        **options,
-    )
-    inputs = (
+    tensors = (
         as_bytes(q), *cache_tensors(cache), page_table.page_ids, page_table.kv_indptr,
         page_table.kv_last_page_len, page_table.seq_lens, page_table.key_ranges, page_table.tree_mask,
-        on_device, sinks, *spec,
+        on_device, sinks,
     )  # fmt: skip
-    ops = torch.ops.narrowkv
-    return call_attention(
-        ops.paged_decode, ops.paged_decode_out, q, inputs, out=out, lse=lse, return_lse=return_lse,
-        out_dtype=out_dtype,
-    )  # fmt: skip
+    spelled = {
+        "q_dtype": q.dtype, "q_number": 1.0 if on_device is not None else q_descale, "plan": plan,
+        "kind": page_table.kind, "page_size": page_table.page_size,
+        "before_append": page_table.before_append, "out_dtype": out_dtype, **cache_options(cache), **options,
+    }  # fmt: skip
+    return _call_decode(tensors, spelled, out, lse, return_lse=return_lse)
 
 
 def _merge(
-    o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, *options: Any, **outputs: Any
+    o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, given: dict[str, Any], **outputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return merge_states(o, lse, sinks=sinks, **spelled(*options), **outputs)
+    return merge_states(o, lse, sinks=sinks, **given, **outputs)
 
 
-@torch.library.custom_op("narrowkv::merge_states", mutates_args=(), schema=f"({_STATES}) -> (Tensor, Tensor)")
-def _merge_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _merge(*args)
+def _merged(tensors: Tensors, options: Mapping[str, Any]) -> Results:
+    o, lse = tensors[:2]
+    assert o is not None
+    assert lse is not None
+    return (o.shape[1:], options["out_dtype"] or o.dtype), (lse.shape[1:], lse.dtype)
 
 
-@_merge_op.register_fake
-def _merge_fake(o: torch.Tensor, lse: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = spelled(*rest[-3:])["out_dtype"] or o.dtype
-    return o.new_empty(o.shape[1:], dtype=dtype), lse.new_empty(lse.shape[1:])
-
-
-@torch.library.custom_op(
-    "narrowkv::merge_states_out",
-    mutates_args=("out", "lse_out"),
-    schema=f"({_STATES}, Tensor(a!) out, Tensor(b!) lse_out) -> ()",
+_call_merge = register(
+    "merge_states", "Tensor o, Tensor lse, Tensor? sinks", _merge, _merged, outputs=("out", "lse_out")
 )
-def _merge_out_op(*args: Any) -> None:
-    *inputs, out, lse_out = args
-    _merge(*inputs, out=out, lse_out=lse_out)
-
-
-@_merge_out_op.register_fake
-def _merge_out_fake(*args: object) -> None:
-    """Writes into its outputs, and returns nothing."""
 
 
 @traces("merge_states")
@@ -142,15 +100,7 @@ def traced_merge(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     lse_out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """`merge_states` through its operators, which check the arguments when they run."""
-    inputs = (o, lse, sinks, *spell(lse_base=lse_base, out_dtype=out_dtype))
-    if out is None and lse_out is None:
-        merged: tuple[torch.Tensor, torch.Tensor] = torch.ops.narrowkv.merge_states(*inputs)
-        return merged
-    if out is None:
-        out = o.new_empty(o.shape[1:], dtype=out_dtype or o.dtype)
-    if lse_out is None:
-        lse_out = lse.new_empty(lse.shape[1:])
-    torch.ops.narrowkv.merge_states_out(*inputs, out, lse_out)
-    return out, lse_out
+    options = {"lse_base": lse_base, "out_dtype": out_dtype}
+    return _call_merge((o, lse, sinks), options, out, lse_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from narrowkv.paged_cache.descales import static_scales
 from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.rope import Rope
 from narrowkv.quant import KeyTransform
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import register, traces
 from narrowkv.runtime.scales import not_written
 
 CACHE_SCHEMA = (
@@ -102,32 +103,34 @@ def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
     return cache
 
 
-@torch.library.custom_op(
-    "narrowkv::append",
-    mutates_args=("k", "v", "k_descale", "v_descale", "q"),
-    schema="("
-    + CACHE_SCHEMA.format(a="(a!)", b="(b!)", c="(c!)", d="(d!)")
-    + ", Tensor k_new, Tensor v_new, Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, "
-    f"Tensor? k_offset, Tensor(e!)? q, {OPTIONS_SCHEMA}) -> ()",
-)
-def _append_op(
-    k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None, v_descale: torch.Tensor | None,
-    key_offset: torch.Tensor | None, key_balance: torch.Tensor | None, k_new: torch.Tensor,
-    v_new: torch.Tensor, slot_mapping: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
-    positions: torch.Tensor | None, k_offset: torch.Tensor | None, q: torch.Tensor | None, *options: Any,
-) -> None:  # fmt: skip
-    given = spelled(*options)
-    cache = cache_from((k, v, k_descale, v_descale, key_offset, key_balance), given)
-    style, rope = given.pop("rope"), None
-    if cos is not None and sin is not None and positions is not None:
-        rope = Rope(cos, sin, positions, style=style)
+def rope_tensors(rope: Rope | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The tensors of a rotary embedding as operators take them."""
+    return (None, None, None) if rope is None else (rope.cos, rope.sin, rope.positions)
+
+
+def rope_from(tensors: Sequence[torch.Tensor | None], options: dict[str, Any]) -> Rope | None:
+    """The rotary embedding of `rope_tensors`; takes its style, `rope`, out of `options`."""
+    style, (cos, sin, positions) = options.pop("rope"), tensors
+    if cos is None or sin is None or positions is None:
+        return None
+    return Rope(cos, sin, positions, style=style)
+
+
+def _append(*tensors: Any) -> None:
+    *cached, k_new, v_new, slot_mapping, cos, sin, positions, k_offset, q, given = tensors
+    cache, rope = cache_from(tuple(cached), given), rope_from((cos, sin, positions), given)
     not_written(static_scales(cache))
     append(cache, k_new, v_new, slot_mapping, rope=rope, k_offset=k_offset, q=q, **given)
 
 
-@_append_op.register_fake
-def _append_fake(*args: object) -> None:
-    """Writes into its arguments, and returns nothing."""
+_call_append = register(
+    "append",
+    CACHE_SCHEMA.format(a="(a!)", b="(b!)", c="(c!)", d="(d!)")
+    + ", Tensor k_new, Tensor v_new, Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, "
+    "Tensor? k_offset, Tensor(e!)? q",
+    _append,
+    written=("k", "v", "k_descale", "v_descale", "q"),
+)
 
 
 @traces("append")
@@ -143,9 +146,6 @@ def traced_append(
     **options: object,
 ) -> None:
     """`append` through its operator, which checks the arguments when it runs."""
-    cos, sin, positions = (None, None, None) if rope is None else (rope.cos, rope.sin, rope.positions)
+    tensors = (*cache_tensors(cache), k_new, v_new, slot_mapping, *rope_tensors(rope), k_offset, q)
     style = None if rope is None else rope.style
-    spec = spell(**cache_options(cache), rope=style, **options)
-    torch.ops.narrowkv.append(
-        *cache_tensors(cache), k_new, v_new, slot_mapping, cos, sin, positions, k_offset, q, *spec
-    )
+    _call_append(tensors, {**cache_options(cache), "rope": style, **options})

@@ -5,55 +5,47 @@ One operator quantises and attends. The tensors between the two steps are in its
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import Results, Tensors, as_bytes, register, traces
 from narrowkv.sage.api import sage_attention
 from narrowkv.sage.prequantized import SageOperands, sage_attention_quantized
 
-_INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, {OPTIONS_SCHEMA}"
+
+def _window(given: dict[str, Any]) -> tuple[int, int] | None:
+    """The window of options that `_window_options` made, which are taken out of `given`."""
+    left, right = given.pop("window_left"), given.pop("window_right")
+    return None if left is None else (left, right)
+
+
+def _window_options(window: tuple[int, int] | None) -> dict[str, int | None]:
+    left, right = (None, None) if window is None else window
+    return {"window_left": left, "window_right": right}
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None, *options: Any, **outputs: Any,
+    cu_seqlens_k: torch.Tensor | None, given: dict[str, Any], **outputs: Any,
 ) -> Any:  # fmt: skip
-    given = spelled(*options)
-    left, right = given.pop("window_left"), given.pop("window_right")
+    window = _window(given)
     return sage_attention(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        window=None if left is None else (left, right), **given, **outputs,
-    )  # fmt: skip
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, window=window, **given, **outputs
+    )
 
 
-@torch.library.custom_op(
-    "narrowkv::sage_attention", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
-)
-def _sage_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    o, lse = _attend(*args, return_lse=True)
-    return o, lse
+def _attended(tensors: Tensors, options: Mapping[str, Any]) -> Results:
+    q = tensors[0]
+    assert q is not None
+    return (q.shape, q.dtype), (q.shape[:-1], torch.float32)
 
 
-@_sage_op.register_fake
-def _sage_fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "narrowkv::sage_attention_out",
-    mutates_args=("out", "lse"),
-    schema=f"({_INPUTS}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
-)
-def _sage_out_op(*args: Any) -> None:
-    *inputs, out, lse = args
-    _attend(*inputs, out=out, lse=lse, return_lse=lse is not None)
-
-
-@_sage_out_op.register_fake
-def _sage_out_fake(*args: object) -> None:
-    """Writes into its outputs, and returns nothing."""
+_call_sage = register(
+    "sage_attention", "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k", _attend,
+    _attended,
+)  # fmt: skip
 
 
 @traces("sage_attention")
@@ -69,52 +61,45 @@ def traced_sage(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     **options: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """`sage_attention` through its operators, which check the arguments when they run."""
-    left, right = (None, None) if window is None else window
-    spec = spell(window_left=left, window_right=right, **options)
-    inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, *spec)
-    # Without an lse `backend="auto"` may take an attention that has none.
-    if out is None and lse is None and (return_lse or options.get("backend") != "auto"):
-        o, sums = torch.ops.narrowkv.sage_attention(*inputs)
-        return (o, sums) if return_lse else o
-    if out is None:
-        out = q.new_empty(q.shape)
-    if lse is None and return_lse:
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    torch.ops.narrowkv.sage_attention_out(*inputs, out, lse)
-    return (out, lse) if return_lse and lse is not None else out
+    return _call_sage(
+        (q, k, v, cu_seqlens_q, cu_seqlens_k), {**_window_options(window), **options}, out, lse,
+        return_lse=return_lse,
+        # Without an lse `backend="auto"` may take an attention that has none.
+        allocates=return_lse or options.get("backend") != "auto",
+    )  # fmt: skip
 
 
 _OPERANDS = ("q", "k", "v", "q_descale", "k_descale", "v_descale")
-_QUANTIZED = "".join(f"Tensor {name}, " for name in _OPERANDS) + OPTIONS_SCHEMA
 
 
-@torch.library.custom_op(
-    "narrowkv::sage_attention_quantized", mutates_args=(), schema=f"({_QUANTIZED}) -> (Tensor, Tensor)"
-)
-def _quantized_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    given = spelled(*args[6:])
-    left, right = given.pop("window_left"), given.pop("window_right")
+def _attend_quantized(*args: Any, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    *tensors, given = args
+    window = _window(given)
     dtypes = [given.pop(f"{name}_dtype") for name in _OPERANDS[:3]]
-    tensors = [x.view(dtype) for x, dtype in zip(args, dtypes, strict=False)]
+    codes = [x.view(dtype) for x, dtype in zip(tensors, dtypes, strict=False)]
     names = ("q_len", "k_len", "layout", "column_major_v")
-    operands = SageOperands(*tensors, *args[3:6], **{name: given.pop(name) for name in names})
-    o, lse = sage_attention_quantized(
-        operands, window=None if left is None else (left, right), **given, return_lse=True
-    )
+    operands = SageOperands(*codes, *tensors[3:], **{name: given.pop(name) for name in names})
+    o, lse = sage_attention_quantized(operands, window=window, **given, return_lse=return_lse)
     return o.contiguous(), lse.contiguous()
 
 
-@_quantized_op.register_fake
-def _quantized_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    given = spelled(*args[6:])
-    q, v = args[0], args[2]
-    channels = v.shape[2 if given["column_major_v"] else 3]
-    tokens = 1 if given["layout"] == "BSHD" else 2
+def _attended_quantized(tensors: Tensors, options: Mapping[str, Any]) -> Results:
+    q, _, v = tensors[:3]
+    assert q is not None
+    assert v is not None
+    channels = v.shape[2 if options["column_major_v"] else 3]
+    tokens = 1 if options["layout"] == "BSHD" else 2
     sizes = list(q.shape[:3])
-    sizes[tokens] = given["q_len"] or sizes[tokens]
-    return q.new_empty((*sizes, channels), dtype=given["out_dtype"]), q.new_empty(sizes, dtype=torch.float32)
+    sizes[tokens] = options["q_len"] or sizes[tokens]
+    return ((*sizes, channels), options["out_dtype"]), (sizes, torch.float32)
+
+
+_call_quantized = register(
+    "sage_attention_quantized", ", ".join(f"Tensor {name}" for name in _OPERANDS), _attend_quantized,
+    _attended_quantized, into=False,
+)  # fmt: skip
 
 
 @traces("sage_attention_quantized")
@@ -125,14 +110,12 @@ def traced_quantized(
     out_dtype: torch.dtype = torch.bfloat16,
     return_lse: bool = False,
     **options: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """`sage_attention_quantized` through its operator, which checks the arguments when it runs."""
-    left, right = (None, None) if window is None else window
-    tensors = [getattr(operands, name) for name in _OPERANDS]
-    spec = spell(
-        window_left=left, window_right=right, out_dtype=out_dtype, q_len=operands.q_len,
-        k_len=operands.k_len, layout=operands.layout, column_major_v=operands.column_major_v,
-        q_dtype=operands.q.dtype, k_dtype=operands.k.dtype, v_dtype=operands.v.dtype, **options,
-    )  # fmt: skip
-    o, lse = torch.ops.narrowkv.sage_attention_quantized(*map(as_bytes, tensors), *spec)
-    return (o, lse) if return_lse else o
+    spelled = {
+        **_window_options(window), "out_dtype": out_dtype, "q_len": operands.q_len, "k_len": operands.k_len,
+        "layout": operands.layout, "column_major_v": operands.column_major_v, "q_dtype": operands.q.dtype,
+        "k_dtype": operands.k.dtype, "v_dtype": operands.v.dtype, **options,
+    }  # fmt: skip
+    tensors = [as_bytes(getattr(operands, name)) for name in _OPERANDS]
+    return _call_quantized(tensors, spelled, return_lse=return_lse)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, plan_of, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import Results, Tensors, as_bytes, register, traces
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
 from narrowkv.sparse_fp8.operation import SparsePlan
@@ -18,10 +19,9 @@ _ROWS = "Tensor{0} {1}, Tensor? {1}_rope, Tensor? {1}_scale"
 _SOURCE = _ROWS + ", Tensor? {1}_indptr, Tensor? {1}_indices"
 _INPUTS = (
     f"{_ROWS.format('', 'q')}, {_SOURCE.format('?', 'prefix')}, {_SOURCE.format('?', 'extend')}, "
-    f"Tensor? attn_sink, {OPTIONS_SCHEMA}"
+    "Tensor? attn_sink"
 )
 _Parts = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-_NUM_TENSORS = 14
 
 
 def _rows_parts(rows: torch.Tensor | DSV4Rows | None) -> _Parts:
@@ -74,59 +74,32 @@ def _tensors(
     return (*found, sink)
 
 
-def _call(operation: Callable[..., Any], tensors: Any, options: Any, **outputs: Any) -> Any:
-    given = spelled(*options)
+def _call(operation: Callable[..., Any], *args: Any, **outputs: Any) -> Any:
+    tensors, given = args[:-1], args[-1]
     q = _rows_from("q", tensors[:3], given)
     sources = []
     for name, at in (("prefix", 3), ("extend", 8)):
         rows = _rows_from(name, tensors[at : at + 3], given)
         sources.append(None if rows is None else KVSource(rows, *tensors[at + 3 : at + 5]))
-    given["plan"] = plan_of(given.pop("plan"))
     return operation(q, *sources, attn_sink=tensors[13], **given, **outputs)
 
 
-def _shape(tensors: Any, page_size: int | None, num_qo_heads: int | None) -> tuple[Any, Any, torch.dtype]:
-    """Tokens, heads and dtype of a result; `page_size` is None for a 16-bit query."""
-    q = tensors[0]
-    if page_size is None:
-        return q.shape[0], q.shape[1], q.dtype
-    tokens = (tensors[6] if tensors[6] is not None else tensors[11]).shape[0] - 1
-    heads = q.shape[0] * page_size // tokens if num_qo_heads is None else num_qo_heads
-    return tokens, heads, torch.bfloat16
+def _results(tensors: Tensors, options: Mapping[str, Any]) -> Results:
+    """Shapes and dtypes of a result; there is no `q_page_size` for a 16-bit query."""
+    q, prefix_indptr, extend_indptr = tensors[0], tensors[6], tensors[11]
+    assert q is not None
+    tokens, heads, dtype = q.shape[0], q.shape[1], q.dtype
+    if options.get("q_page_size") is not None:
+        indptr = extend_indptr if prefix_indptr is None else prefix_indptr
+        assert indptr is not None
+        tokens, dtype = indptr.shape[0] - 1, torch.bfloat16
+        heads = options.get("num_qo_heads") or q.shape[0] * options["q_page_size"] // tokens
+    return ((tokens, heads, HEAD_DIM), dtype), ((tokens, heads), torch.float32)
 
 
 def _register(name: str, operation: Callable[..., Any]) -> None:
     """Registers the operators of an operation, and sends its traced calls to them."""
-
-    @torch.library.custom_op(f"narrowkv::{name}", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
-    def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = _call(operation, args[:_NUM_TENSORS], args[_NUM_TENSORS:], return_lse=True)
-        return o, lse
-
-    @run.register_fake
-    def fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        given = spelled(*args[_NUM_TENSORS:])
-        tokens, heads, dtype = _shape(args, given.get("q_page_size"), given.get("num_qo_heads"))
-        o = args[0].new_empty((tokens, heads, HEAD_DIM), dtype=dtype)
-        return o, args[0].new_empty((tokens, heads), dtype=torch.float32)
-
-    @torch.library.custom_op(
-        f"narrowkv::{name}_out",
-        mutates_args=("out", "lse"),
-        schema=f"({_INPUTS}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
-    )
-    def run_out(*args: Any) -> None:
-        *inputs, out, lse = args
-        _call(
-            operation, inputs[:_NUM_TENSORS], inputs[_NUM_TENSORS:], out=out, lse=lse,
-            return_lse=lse is not None,
-        )  # fmt: skip
-
-    @run_out.register_fake
-    def fake_out(*args: object) -> None:
-        """Writes into its outputs, and returns nothing."""
-
-    functional, into = getattr(torch.ops.narrowkv, name), getattr(torch.ops.narrowkv, f"{name}_out")
+    dispatch = register(name, _INPUTS, partial(_call, operation), _results)
 
     @traces(name)
     def traced(
@@ -141,33 +114,22 @@ def _register(name: str, operation: Callable[..., Any]) -> None:
         num_qo_heads: int | None = None,
         plan: SparsePlan | None = None,
         **options: object,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Any:
         """The operation through its operators, which check the arguments when they run."""
-        spec = spell(
-            plan=None if plan is None else plan.handle,
+        spelled = {
+            "plan": plan,
             **_rows_options("q", q),
             **_rows_options("prefix", None if prefix is None else prefix.rows),
             **_rows_options("extend", None if extend is None else extend.rows),
             **({} if num_qo_heads is None else {"num_qo_heads": num_qo_heads}),
             **options,
-        )
-        tensors = _tensors(q, prefix, extend, attn_sink)
-        inputs = (*tensors, *spec)
+        }
         # A plan says itself whether there is a log-sum-exp.
         writes = return_lse if plan is None else plan.writes_lse
-        if out is None and lse is None and (plan is None or writes):
-            o, sums = functional(*inputs)
-            return (o, sums) if writes else o
-        page_size = q.page_size if isinstance(q, DSV4Rows) else None
-        tokens, heads, dtype = _shape(tensors, page_size, num_qo_heads)
-        first = tensors[0]
-        assert first is not None
-        if out is None:
-            out = first.new_empty((tokens, heads, HEAD_DIM), dtype=dtype)
-        if lse is None and writes:
-            lse = first.new_empty((tokens, heads), dtype=torch.float32)
-        into(*inputs, out, lse)
-        return (out, lse) if return_lse and lse is not None else out
+        return dispatch(
+            _tensors(q, prefix, extend, attn_sink), spelled, out, lse, return_lse=writes,
+            allocates=plan is None or writes,
+        )  # fmt: skip
 
 
 for _operation in (sparse_prefill, sparse_prefill_fp8, sparse_decode):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -89,61 +89,109 @@ def wide_dtype(q: torch.Tensor) -> torch.dtype:
     return q.dtype if q.dtype.itemsize == 2 else torch.bfloat16
 
 
-def register_attention(
-    name: str, schema: str, call: Callable[..., Any], *, written: Sequence[str] = (), aliases: str = "ab"
-) -> None:
-    """Registers the operators of an operation whose results are `o` like its query and `lse` like its rows.
+Tensors = Sequence[torch.Tensor | None]
+# Shapes and dtypes of an operation's results.
+Results = Sequence[tuple[Sequence[int], torch.dtype]]
 
-    `torch.ops.narrowkv.<name>` returns both; `<name>_out` writes into `out` and, unless it is None, `lse`.
+
+def like_query(tensors: Tensors, options: Mapping[str, Any]) -> Results:
+    """The results of attention: like q in `out_dtype`, and one number for each of its rows."""
+    q = tensors[0]
+    assert q is not None
+    return (q.shape, options["out_dtype"] or wide_dtype(q)), (q.shape[:2], torch.float32)
+
+
+def register(
+    name: str, schema: str, call: Callable[..., Any],
+    results: Callable[[Tensors, Mapping[str, Any]], Results] | None = None, *,
+    outputs: tuple[str, str] = ("out", "lse"), into: bool = True, written: Sequence[str] = (),
+    aliases: str = "ab",
+) -> Callable[..., Any]:  # fmt: skip
+    """Registers the operators of an operation.
+
+    `torch.ops.narrowkv.<name>` returns new results; `<name>_out` writes into given ones, of which "lse" may
+    be None. An operation without results has the first operator only.
 
     Args:
         name: of the operation.
-        schema: of the inputs: the query first, `OPTIONS_SCHEMA` last, with `out_dtype` among the options.
-        call: the operation, with the operator's inputs and the keywords `out`, `lse` and `return_lse`.
-        written: inputs that the operation writes to.
-        aliases: letters for `out` and `lse` that the schema does not have.
+        schema: of the tensors, `Tensor q` first where there are results; `OPTIONS_SCHEMA` is added.
+        call: the operation, with the operator's tensors, a dictionary of options, and as keywords the outputs
+            that are given. With an "lse" among them it is also given `return_lse`.
+        results: shapes and dtypes of new results, by tensors and options; None for an operation without.
+        outputs: keywords of the results; into: whether a caller may give them.
+        written: tensors of the schema that the operation writes to.
+        aliases: letters for outputs that the schema does not have.
+
+    Returns:
+        A function that calls the operators: with the tensors, a dictionary of options (strings, numbers,
+        booleans, dtypes, None, and a plan under "plan"), and the outputs that are given or None. Its keywords
+        are `return_lse`, whether the last result is returned, and `allocates`, whether the first operator may
+        be taken.
     """
+    schema, returned = f"{schema}, {OPTIONS_SCHEMA}", "()" if results is None else "(Tensor, Tensor)"
 
-    @torch.library.custom_op(
-        f"narrowkv::{name}", mutates_args=written, schema=f"({schema}) -> (Tensor, Tensor)"
+    def run(*args: Any) -> Any:
+        given = _given(args)
+        if results is None:
+            return call(*args[:-3], given)
+        return tuple(call(*args[:-3], given, **{"return_lse": True} if "lse" in outputs else {}))
+
+    def fake(*args: Any) -> Any:
+        if results is not None:
+            made = results(args[:-3], spelled(*args[-3:]))
+            return tuple(args[0].new_empty(shape, dtype=dtype) for shape, dtype in made)
+        return None
+
+    operator = torch.library.custom_op(
+        f"narrowkv::{name}", run, mutates_args=written, schema=f"({schema}) -> {returned}"
     )
-    def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = call(*args, return_lse=True)
-        return o, lse
+    operator.register_fake(fake)
+    if results is not None and into:
 
-    @run.register_fake
-    def fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = spelled(*rest[-3:])["out_dtype"] or wide_dtype(q)
-        return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=torch.float32)
+        def run_out(*args: Any) -> None:
+            count = len(outputs)
+            found = dict(zip(outputs, args[-count:], strict=True))
+            wants = {"return_lse": found["lse"] is not None} if "lse" in found else {}
+            call(*args[: -count - 3], _given(args[:-count]), **found, **wants)
 
-    @torch.library.custom_op(
-        f"narrowkv::{name}_out",
-        mutates_args=(*written, "out", "lse"),
-        schema=f"({schema}, Tensor({aliases[0]}!) out, Tensor({aliases[1]}!)? lse) -> ()",
-    )
-    def run_out(*args: Any) -> None:
-        *inputs, out, lse = args
-        call(*inputs, out=out, lse=lse, return_lse=lse is not None)
+        declared = ", ".join(
+            f"Tensor({letter}!){'?' if output == 'lse' else ''} {output}"
+            for letter, output in zip(aliases, outputs, strict=True)
+        )
+        operator_out = torch.library.custom_op(
+            f"narrowkv::{name}_out", run_out, mutates_args=(*written, *outputs),
+            schema=f"({schema}, {declared}) -> ()",
+        )  # fmt: skip
+        operator_out.register_fake(lambda *args: None)
 
-    @run_out.register_fake
-    def fake_out(*args: object) -> None:
-        """Writes into its arguments, and returns nothing."""
+    def dispatch(
+        tensors: Tensors, options: Mapping[str, Any], *given: torch.Tensor | None, return_lse: bool = True,
+        allocates: bool = True,
+    ) -> Any:  # fmt: skip
+        plan = options.get("plan")
+        inputs = (*tensors, *spell(**(options if plan is None else {**options, "plan": plan.handle})))
+        if results is None:
+            return getattr(torch.ops.narrowkv, name)(*inputs)
+        if allocates and all(x is None for x in given):
+            found = getattr(torch.ops.narrowkv, name)(*inputs)
+        else:
+            first, found = tensors[0], list(given)
+            assert first is not None
+            for at, (shape, dtype) in enumerate(results(tensors, options)):
+                if found[at] is None and (at == 0 or return_lse):
+                    found[at] = first.new_empty(shape, dtype=dtype)
+            getattr(torch.ops.narrowkv, f"{name}_out")(*inputs, *found)
+        return (found[0], found[1]) if return_lse and found[1] is not None else found[0]
+
+    return dispatch
 
 
-def call_attention(
-    functional: Any, with_outputs: Any, q: torch.Tensor, inputs: tuple[Any, ...], *, out: torch.Tensor | None,
-    lse: torch.Tensor | None, return_lse: bool, out_dtype: torch.dtype | None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Calls one of the operators of `register_attention`: the first, unless results are given."""
-    if out is None and lse is None:
-        o, sums = functional(*inputs)
-    else:
-        o = q.new_empty(q.shape, dtype=out_dtype or wide_dtype(q)) if out is None else out
-        if lse is None and return_lse:
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        sums = lse
-        with_outputs(*inputs, o, lse)
-    return (o, sums) if return_lse else o
+def _given(args: Sequence[Any]) -> dict[str, Any]:
+    """The options of an operator's call, with a plan in place of its handle."""
+    given = spelled(*args[-3:])
+    if "plan" in given:
+        given["plan"] = plan_of(given["plan"])
+    return given
 
 
 _plans: WeakValueDictionary[str, Any] = WeakValueDictionary()
