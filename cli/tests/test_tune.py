@@ -51,7 +51,10 @@ class CpuGpu(Gpu):
     def wait(self) -> None:
         pass
 
-    def compile(self, trials: Any, jobs: int | None) -> None:
+    def add(self, shapes: Any) -> None:
+        pass
+
+    def compile(self, jobs: int | None) -> None:
         pass
 
     def spills(self, trial: Any) -> int:

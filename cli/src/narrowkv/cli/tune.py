@@ -19,6 +19,10 @@ from narrowkv.testing.records import number
 from narrowkv.testing.tune import TuneSettings, family_of
 from narrowkv.testing.tune.search import Gpu, TunedFamily, check_shapes, tune_shapes
 
+Step = tuple[TunedFamily, Any]
+"""A family, and a shape class as its `classes` gives it."""
+_COMPILED_AT_ONCE = 16  # shape classes, whose kernels are mostly the same
+
 
 def tune(
     report: Report, families: Sequence[str], settings: Sequence[TuneSettings], *, file: Path, minutes: float,
@@ -52,30 +56,47 @@ def tune(
     if not place.has_times:
         return _rehearse(report, work, gpu, jobs, place)
     end, rows, late, interrupted = time.monotonic() + 60 * minutes, dict(found.rows), 0, False
-    kept = len(rows)
+    kept = [step for step in work if _key(step) in rows]
+    left = [step for step in work if _key(step) not in rows]
     with report.progress(len(work), "tuning") as line:
         try:
-            for family, chosen in work:
-                if time.monotonic() > end:
-                    late += 1
-                    continue
-                key = family.name, family.name_of(chosen)
-                if key not in rows:
+            for step in kept:
+                line.advance(_key(step)[1])
+            for begin in range(0, len(left), _COMPILED_AT_ONCE):
+                group = left[begin : begin + _COMPILED_AT_ONCE]
+                if time.monotonic() < end:
+                    line.tell(f"compiling for {len(group)} shape classes")
+                    for family, chosen in group:
+                        gpu.add(family.open(chosen))
+                    gpu.compile(jobs)
+                for family, chosen in group:
+                    if time.monotonic() > end:
+                        late += 1
+                        continue
+                    key = _key((family, chosen))
                     rows[key] = tune_shapes(
-                        family.open(chosen), gpu, jobs,
+                        family.open(chosen), gpu,
                         lambda done, total: line.tell(f"{done} of {total} configurations"),
                     )  # fmt: skip
                     replace(found, rows=rows).write(file)
-                line.advance(key[1])
+                    line.advance(key[1])
         except KeyboardInterrupt:
             interrupted = True
     done = replace(found, rows=rows)
     _show_rows(report, list(rows.values()))
-    report.line(f"{len(rows)} shape classes, {kept} of them from before, {late} for which no time was left")
+    report.line(
+        f"{len(rows)} shape classes, {len(kept)} of them from before, {late} for which no time was left"
+    )
     if late or interrupted:
         report.line(f"the same command goes on with the classes that {file} lacks")
     report.line(f"to use them: export NARROWKV_TUNED={file.resolve()}")
     return report.finish({**done.document(), "versions": versions()}, ExitCode.OK, interrupted=interrupted)
+
+
+def _key(step: Step) -> tuple[str, str]:
+    """The family and the name of a class: the key of its row."""
+    family, chosen = step
+    return family.name, family.name_of(chosen)
 
 
 def _begun(file: Path, place: Place) -> TuneFile:
@@ -91,9 +112,7 @@ def _begun(file: Path, place: Place) -> TuneFile:
     return found
 
 
-def _rehearse(
-    report: Report, work: Sequence[tuple[TunedFamily, Any]], gpu: Gpu, jobs: int | None, place: Place
-) -> ExitCode:
+def _rehearse(report: Report, work: Sequence[Step], gpu: Gpu, jobs: int | None, place: Place) -> ExitCode:
     """Checks the configurations of each class; a virtual GPU has no device times, and no file is written."""
     report.say(
         f"{place.description} has no device times: configurations are checked, and no file is written."
@@ -102,7 +121,9 @@ def _rehearse(
     with report.progress(len(work), "checking") as line:
         for family, chosen in work:
             shapes = family.open(chosen)
-            counts = check_shapes(shapes, gpu, jobs)
+            gpu.add(shapes)
+            gpu.compile(jobs)
+            counts = check_shapes(shapes, gpu)
             wrong += counts.wrong
             body.append({"family": shapes.family, "shape": shapes.name, **vars(counts)})
             line.advance(shapes.name)

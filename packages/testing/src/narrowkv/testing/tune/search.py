@@ -8,10 +8,12 @@ the noise, and slower at no measured shape.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,6 +29,7 @@ __all__ = ["Gpu", "Search", "Shapes", "TunedCall", "TunedFamily", "check_shapes"
 
 Choice = TypeVar("Choice", bound=Hashable)
 _FINALISTS, _ROUNDS = 3, 4
+_SPLITS = 6  # configurations of the first tile
 _SLOWER_AT_FIRST = 1.3  # than the fastest so far: not measured at the class's other shape
 _GAIN, _NOISE = 0.02, 0.01
 
@@ -90,34 +93,45 @@ class Gpu:
 
     def __init__(self, samples: int = 10) -> None:
         self.timer = GraphTimer(samples=samples, seconds=0.05)
+        self._noted: dict[KernelSpec, None] = {}
         self._compiled: set[KernelSpec] = set()
 
-    def compile(self, trials: Sequence[Callable[[], TunedCall]], jobs: int | None) -> None:
-        """Compiles the kernels of calls in parallel; one that does not compile fails when it is called."""
-        found: dict[KernelSpec, None] = {}
-        for trial in trials:
-            with recording() as recorder:
-                try:
-                    trial().run()
-                except (ValueError, RuntimeError):
-                    continue
-            found |= dict.fromkeys(recorder.specs())
-        new = [spec for spec in found if spec not in self._compiled]
-        self._compiled.update(new)
-        if len(new) > 2:
-            try:
-                warmup(new, processes=jobs)
-            except RuntimeError:
-                return
+    def add(self, shapes: Shapes[Any]) -> None:
+        """Notes what a search of a class has to compile, as far as it is known beforehand."""
+        # Variants differ in kernels of their own, such as a merge, that all tiles share.
+        variants = [other for choice in shapes.choices[:_SPLITS] for other in shapes.refined(choice)]
+        for choice, make in product((None, *shapes.choices, *variants), shapes.trials):
+            self._noted |= dict.fromkeys(_specs(partial(make, choice)))
 
-    def spills(self, trial: Callable[[], TunedCall]) -> int:
-        """Registers that the call's kernels spill, the most of one kernel; the call has been made."""
+    def compile(self, jobs: int | None) -> None:
+        """Compiles what was noted, in parallel.
+
+        A kernel that does not compile fails again where its configuration is tried.
+        """
+        new = [spec for spec in self._noted if spec not in self._compiled]
+        self._compiled.update(new)
+        self._noted.clear()
+        with contextlib.suppress(RuntimeError):
+            warmup(new, processes=jobs)
+
+    def spills(self, call: TunedCall) -> int:
+        """Registers that the kernels of a call spill, the most of one kernel; the call has been made."""
         with recording() as recorder:
-            trial().run()
+            call.run()
         launches = (
             gpu_launch(bound.kernel, bound.constexprs, bound.options) for bound, _ in recorder.found.values()
         )
         return max((launch.spills for launch in launches), default=0)
+
+
+def _specs(make: Callable[[], TunedCall]) -> list[KernelSpec]:
+    """The kernels that a call launches; none for a configuration that is refused."""
+    with recording() as recorder:
+        try:
+            make().run()
+        except (ValueError, RuntimeError):
+            return []
+    return recorder.specs()
 
 
 @dataclass
@@ -155,7 +169,7 @@ def _first_times(
         try:
             trial = make(choice)  # lives as long as its graph, which uses its plan's memory
             graph = _checked(trial, gpu)
-            spills = gpu.spills(partial(make, choice))
+            spills = gpu.spills(trial)
         except (UnsupportedError, ValueError, RuntimeError) as error:
             # A configuration whose tiles do not fit is refused by the compiler or the driver.
             if choice is None or isinstance(error, torch.cuda.OutOfMemoryError):
@@ -178,10 +192,9 @@ def _first_times(
     return times
 
 
-def check_shapes(shapes: Shapes[Choice], gpu: Gpu, jobs: int | None = None) -> Search:
+def check_shapes(shapes: Shapes[Choice], gpu: Gpu) -> Search:
     """Counts the configurations of a class that are dropped, where a GPU has no device times."""
     counts = Search()
-    gpu.compile([partial(make, choice) for choice in shapes.choices for make in shapes.trials], jobs)
     for choice in (None, *shapes.choices):
         counts.tried += choice is not None
         _first_times(shapes, choice, gpu, counts, math.inf)
@@ -213,17 +226,13 @@ def _ratio(times: Sequence[float], shipped: Sequence[float]) -> float:
 
 
 def tune_shapes(
-    shapes: Shapes[Choice],
-    gpu: Gpu,
-    jobs: int | None = None,
-    tell: Callable[[int, int], None] = lambda *_: None,
+    shapes: Shapes[Choice], gpu: Gpu, tell: Callable[[int, int], None] = lambda *_: None
 ) -> TunedRow:
     """The row of a class.
 
     Args:
         shapes: the class.
         gpu: times its calls.
-        jobs: processes that compile.
         tell: is called with how many configurations were tried, and of how many.
 
     Raises:
@@ -234,7 +243,6 @@ def tune_shapes(
     found: dict[Choice, list[float]] = {}
 
     def search(choices: Sequence[Choice]) -> None:
-        gpu.compile([partial(make, choice) for choice in choices for make in shapes.trials], jobs)
         for choice in choices:
             fastest = min((times[0] for times in found.values()), default=shipped[0])
             counts.tried += 1
