@@ -15,6 +15,7 @@ import narrowkv.sparse_fp8.torch_ops  # noqa: F401  # torch.ops.narrowkv.sparse_
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window
+from narrowkv.sparse_fp8.latent import latent_decode, latent_decode_reference, plan_latent
 from narrowkv.sparse_fp8.layouts import packed_page_stride
 from narrowkv.sparse_fp8.modes import ModeChoice, choose_mode
 from narrowkv.sparse_fp8.operation import SparsePlan
@@ -37,7 +38,10 @@ __all__ = [
     "compressed_topk",
     "concat_csr",
     "csr_from_topk",
+    "latent_decode",
+    "latent_decode_reference",
     "packed_page_stride",
+    "plan_latent",
     "plan_sparse",
     "sliding_window",
     "sparse_decode",

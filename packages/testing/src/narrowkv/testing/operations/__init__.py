@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowkv.testing.contracts import Contract, ContractSet, Shape
 from narrowkv.testing.operation import Cases, Family, OperationEntry
-from narrowkv.testing.operations import decode, prefill, sage, sparse
+from narrowkv.testing.operations import decode, latent, prefill, sage, sparse
 
 if TYPE_CHECKING:
     from narrowkv.testing.cases import Case
@@ -27,7 +27,14 @@ __all__ = [
 ]
 
 OPERATIONS: dict[str, OperationEntry] = {
-    entry.name: entry for entry in (decode.OPERATION, prefill.OPERATION, sparse.OPERATION, sage.OPERATION)
+    entry.name: entry
+    for entry in (
+        decode.OPERATION,
+        prefill.OPERATION,
+        sparse.OPERATION,
+        latent.OPERATION,
+        sage.OPERATION,
+    )
 }
 """By name."""
 
