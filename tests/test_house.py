@@ -44,7 +44,7 @@ ARROWS = {
     "attn_decode": PAGED,
     "attn_prefill": PAGED | {"attn_decode"},
     "sage": {"runtime", "quant"},
-    "sparse_fp8": {"runtime", "quant"},
+    "sparse_fp8": PAGED,
     "context_parallel": PAGED | OPERATIONS,
     "engines": PAGED | (OPERATIONS - {"sage"}) | {"context_parallel"},
 }

@@ -28,6 +28,7 @@ from narrowkv.sparse_fp8.indexer import (
     plan_index_topk,
 )
 from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window
+from narrowkv.sparse_fp8.latent import latent_decode, latent_decode_reference, plan_latent
 from narrowkv.sparse_fp8.layouts import packed_page_stride
 from narrowkv.sparse_fp8.modes import ModeChoice, choose_mode
 from narrowkv.sparse_fp8.operation import SparsePlan
@@ -58,9 +59,12 @@ __all__ = [
     "index_logits_reference",
     "index_topk",
     "index_topk_reference",
+    "latent_decode",
+    "latent_decode_reference",
     "packed_page_stride",
     "plan_index_logits",
     "plan_index_topk",
+    "plan_latent",
     "plan_sparse",
     "sliding_window",
     "sparse_decode",

@@ -148,11 +148,14 @@ def bind_quantized_rows(
         stride = data.stride(0) if pages > 1 else -(-width // step) * step
         tokens = data.as_strided((pages, places.page_bytes(page_size, padded=False)), (stride, 1))
         columns = tokens.view(torch.bfloat16) if places.rope == "bf16" else data
-        scales = tokens.view(torch.int32) if places.scale_item_bytes == 4 else data
+        if scale is not None:
+            scales, scale_stride = scale.view(torch.int32), 0
+        else:
+            scales = tokens.view(torch.int32) if places.scale_item_bytes == 4 else data
+            scale_stride = stride // places.scale_item_bytes
         pointers = RowPointers(
-            data, columns, scales, stride, stride // (places.rope_item_bytes or 1),
-            stride // places.scale_item_bytes, 0, 0,
-        )  # fmt: skip
+            data, columns, scales, stride, stride // (places.rope_item_bytes or 1), scale_stride, 0, 0
+        )
     else:
         nope = data.view(torch.uint8)
         scales = nope if scale is None else scale.view(torch.int32)

@@ -18,9 +18,11 @@ from narrowkv.runtime.errors import (
 )
 from narrowkv.runtime.operation import Plan
 from narrowkv.sparse_fp8.binding import RowsFormat
+from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.paged_source import PagedSource
 from narrowkv.sparse_fp8.rows import DSV4Rows
-from narrowkv.sparse_fp8.sources import KVSource, check_scales
+from narrowkv.sparse_fp8.sources import KVSource, Source, check_scales
 
 __all__ = ["SparseSettings", "check_values"]
 
@@ -32,13 +34,15 @@ class SparseSettings(Plan):
     Attributes:
         mode: "16bit" attends 16-bit rows, "fused" quantised rows as stored, "prepass" quantised rows that are
             first expanded to 16 bits in scratch memory.
-        num_qo_heads: query heads.
+        num_qo_heads: query heads; over a page table query tokens of a sequence times heads.
         query, prefix, extend: how the query and the rows are stored; None for a source that is absent.
         has_sink: whether calls have an `attn_sink`.
         writes_lse: whether calls write and return the log-sum-exp.
         sm_scale: the softmax scale.
         max_num_tokens, max_indices: the largest call, indices of each source; None for a plan without a
             workspace, whose calls allocate what they need.
+        pages: of the page table that names the rows of `prefix`; then a token is a sequence. None for index
+            lists.
 
     The other attributes are those of `narrowkv.runtime.operation.Plan`.
     """
@@ -53,11 +57,22 @@ class SparseSettings(Plan):
     sm_scale: float
     max_num_tokens: int | None = None
     max_indices: int | None = None
+    pages: PagedForm | None = None
 
     @cached_property
     def query_dtype(self) -> torch.dtype:
         """The dtype of a 16-bit query, and of scratch memory."""
         return self.query.dtype
+
+    @cached_property
+    def source_class(self) -> type[Source]:
+        """The class of the calls' sources."""
+        return KVSource if self.pages is None else PagedSource
+
+    @cached_property
+    def num_sinks(self) -> int:
+        """Elements of `attn_sink`: one a head."""
+        return self.num_qo_heads if self.pages is None else int(self.pages.HEADS)
 
     @cached_property
     def head_dim(self) -> int:
@@ -67,8 +82,8 @@ class SparseSettings(Plan):
     def check_inputs(
         self,
         q: torch.Tensor | DSV4Rows,
-        prefix: KVSource | None,
-        extend: KVSource | None,
+        prefix: Source | None,
+        extend: Source | None,
         attn_sink: torch.Tensor | None,
     ) -> int:
         """Compares with the plan what a call can change; returns the number of tokens.
@@ -77,13 +92,13 @@ class SparseSettings(Plan):
             TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         source = prefix if prefix is not None else extend
-        if not isinstance(source, KVSource):
+        if not isinstance(source, Source):
             raise TypeError(f"prefix or extend must be a KVSource, got {type(source).__name__}")
         tokens = source.num_tokens
         for name, planned, given in (("prefix", self.prefix, prefix), ("extend", self.extend, extend)):
             if planned is None and given is None:
                 continue
-            if planned is None or given is None or type(given) is not KVSource:
+            if planned is None or given is None or type(given) is not self.source_class:
                 _refuse_source(name, planned, given)
             elif given.format != planned or given.num_tokens != tokens or given.device != self.device:
                 self._refuse_format(name, planned, given, tokens)
@@ -109,7 +124,7 @@ class SparseSettings(Plan):
             and (
                 type(attn_sink) is not torch.Tensor
                 or attn_sink.dtype is not torch.float32
-                or attn_sink.shape != (self.num_qo_heads,)
+                or attn_sink.shape != (self.num_sinks,)
                 or attn_sink.stride(0) != 1
                 or attn_sink.device != self.device
             )
@@ -140,7 +155,7 @@ class SparseSettings(Plan):
                 f"q must be stored as planned, {self.query} on {self.device}, "
                 f"got {q.bound.format} on {q.device}"
             )
-        # Pages are whole: the last may hold rows that are no head's.
+        # PagedForm are whole: the last may hold rows that are no head's.
         if not 0 <= q.num_rows - self.num_qo_heads * tokens < q.page_size:
             raise ValueError(
                 f"q must hold num_tokens * num_qo_heads rows, {tokens} * {self.num_qo_heads}, "
@@ -157,12 +172,13 @@ class SparseSettings(Plan):
         check_shape("q", q, (tokens, self.num_qo_heads, self.head_dim))
         check_last_dim_contiguous("q", q)
 
-    def _refuse_format(self, name: str, planned: RowsFormat, given: KVSource, tokens: int) -> None:
-        check_same_device(plan=torch.empty(0, device=self.device), **{f"{name}.indices": given.indices})
+    def _refuse_format(self, name: str, planned: RowsFormat, given: Source, tokens: int) -> None:
+        lists = {f"{name}.{part}": x for part, x in given.lists.items()}
+        check_same_device(plan=torch.empty(0, device=self.device), **lists)
         if given.num_tokens != tokens:
             raise ValueError(
                 f"{name}.indptr must have {tokens + 1} elements like prefix.indptr, "
-                f"got {given.indptr.shape[0]}"
+                f"got {given.num_tokens + 1}"
             )
         raise ValueError(f"{name}.rows must be stored as planned, {planned}, got {given.format}")
 
@@ -171,15 +187,15 @@ class SparseSettings(Plan):
             wanted = "a tensor: the plan has a sink" if self.has_sink else "None: the plan has no sink"
             raise ValueError(f"attn_sink must be {wanted}")
         check_sinks(
-            attn_sink, self.num_qo_heads, self.device, name="attn_sink", dtypes=(torch.float32,), like="plan"
+            attn_sink, self.num_sinks, self.device, name="attn_sink", dtypes=(torch.float32,), like="plan"
         )
 
     def check_out(
         self,
         out: torch.Tensor,
         q: torch.Tensor | DSV4Rows,
-        prefix: KVSource | None,
-        extend: KVSource | None,
+        prefix: Source | None,
+        extend: Source | None,
         attn_sink: torch.Tensor | None,
         tokens: int,
     ) -> None:
@@ -215,7 +231,7 @@ class SparseSettings(Plan):
                 end = begin + x.element_size() * (
                     (tokens - 1) * x.stride(0) + (heads - 1) * x.stride(1) + self.head_dim
                     if x is q
-                    else heads
+                    else self.num_sinks
                 )
                 clear = high <= begin or end <= low
         if not clear:
@@ -226,8 +242,8 @@ class SparseSettings(Plan):
         lse: torch.Tensor,
         out: torch.Tensor,
         q: torch.Tensor | DSV4Rows,
-        prefix: KVSource | None,
-        extend: KVSource | None,
+        prefix: Source | None,
+        extend: Source | None,
         attn_sink: torch.Tensor | None,
     ) -> None:
         """Refuses a log-sum-exp tensor of the wrong kind, or one that shares memory with another tensor.
@@ -242,8 +258,8 @@ class SparseSettings(Plan):
 
 def _inputs(
     q: torch.Tensor | DSV4Rows,
-    prefix: KVSource | None,
-    extend: KVSource | None,
+    prefix: Source | None,
+    extend: Source | None,
     attn_sink: torch.Tensor | None,
 ) -> dict[str, torch.Tensor | None]:
     """All tensors that a call reads, by name."""
@@ -255,7 +271,7 @@ def _inputs(
     for name, source in (("prefix", prefix), ("extend", extend)):
         if source is not None:
             inputs |= {f"{name}.{part}": x for part, x in source.bound.tensors.items()}
-            inputs |= {f"{name}.indptr": source.indptr, f"{name}.indices": source.indices}
+            inputs |= {f"{name}.{part}": x for part, x in source.lists.items()}
     return inputs
 
 
@@ -268,8 +284,8 @@ def _refuse_source(name: str, planned: RowsFormat | None, given: object) -> None
 
 def check_values(
     q: torch.Tensor | DSV4Rows,
-    prefix: KVSource | None,
-    extend: KVSource | None,
+    prefix: Source | None,
+    extend: Source | None,
     attn_sink: torch.Tensor | None,
 ) -> None:
     """Reads index lists, scales and the sink on the host (it waits for the device); refuses wrong values.

@@ -29,7 +29,7 @@ from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, Stored
 from narrowkv.sparse_fp8.kernels.sixteen_bit import _sparse_16bit_kernel
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 from narrowkv.sparse_fp8.rows import DSV4Rows
-from narrowkv.sparse_fp8.sources import KVSource
+from narrowkv.sparse_fp8.sources import Source
 
 _SPLITS_AT_ONCE = 8
 _MERGE = LaunchOptions(num_warps=1, num_stages=1)
@@ -111,7 +111,9 @@ def attention_kernel(
 
 
 def _call(plan: SparseSettings, split: bool, int64_heads: bool) -> Call:
-    return Call(plan.num_qo_heads, plan.has_sink, plan.writes_lse, split, int64_heads, plan.head_dim)
+    return Call(
+        plan.num_qo_heads, plan.has_sink, plan.writes_lse, split, int64_heads, plan.head_dim, plan.pages
+    )
 
 
 def _kernel_of(
@@ -213,8 +215,8 @@ class SparseLayout(NamedTuple):
 
 def prepare(
     plan: SparseSettings, config: SparseConfig, layout: SparseLayout, names: tuple[str, ...],
-    memory: dict[str, torch.Tensor], q: torch.Tensor | DSV4Rows, prefix: KVSource | None,
-    extend: KVSource | None,
+    memory: dict[str, torch.Tensor], q: torch.Tensor | DSV4Rows, prefix: Source | None,
+    extend: Source | None,
 ) -> PreparedCall:  # fmt: skip
     """The launches of calls with this layout.
 

@@ -23,7 +23,7 @@ ROPE_DIM = 64
 FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp4_e2m1")
 _VALUES_PER_BYTE = {"fp8": 1, "fp4": 2}
 _ROPE_ITEM_BYTES = {"bf16": 2, "fp8": 1, "": 0}
-_SCALE_ITEM_BYTES = {"e8m0": 1, "e4m3": 1, "fp32": 4, "pow2": 4}
+_SCALE_ITEM_BYTES = {"e8m0": 1, "e4m3": 1, "fp32": 4, "pow2": 4, "tensor": 4}
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class RowLayout:
         quantized: columns that are stored in FP8 or FP4.
         values: "fp8" or "fp4" (E2M1, two to a byte, the even column in the low half).
         group: columns that a scale is for.
-        scale: "e8m0", "e4m3", "fp32", or "pow2": powers of two in fp32.
+        scale: "e8m0", "e4m3", "fp32", or "pow2": powers of two in fp32; "tensor": one fp32 number for all
+            columns of all rows, RoPE columns in FP8 included, apart from them.
         rope: how the last 64 columns are stored if they are not quantised: "bf16", or "fp8" (E4M3 without a
-            scale); "" if they are.
+            scale, or with the one of the tensor); "" if they are.
         scale_copies: how often each scale is stored in a row.
         data_bytes: bytes from a token's values to the next token's in a page; 0 where rows are tensors of
             their own.
@@ -77,6 +78,16 @@ class RowLayout:
     def has_scale_tensor(self) -> bool:
         """Whether scales are a tensor of their own."""
         return not self.is_paged and self.scale_at is None
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether all rows have one scale, a tensor of its own."""
+        return self.scale == "tensor"
+
+    @property
+    def scales_stay_apart(self) -> bool:
+        """Whether products with the scales need more bits than bf16 has."""
+        return self.scale in ("fp32", "tensor")
 
     @property
     def default_format(self) -> str:
@@ -122,10 +133,12 @@ class RowLayout:
     @property
     def alignment(self) -> int:
         """What addresses of pages must be a multiple of, because of the widest number in them."""
-        return max(self.rope_item_bytes, self.scale_item_bytes)
+        return max(self.rope_item_bytes, 1 if self.has_one_scale else self.scale_item_bytes)
 
     def scale_place(self, page_size: int) -> tuple[int, int]:
         """The byte of a page's first scale, and bytes from a token's scales to the next token's."""
+        if self.has_one_scale:
+            return 0, 0
         if self.scale_at is None:
             return page_size * self.data_bytes, self.scale_bytes
         return self.scale_at, self.data_bytes
@@ -150,6 +163,9 @@ LAYOUTS = {
         ),
         # AITER's FP8 pool of DeepSeek-V4: RoPE is quantised, too, and scales are any numbers.
         RowLayout("split512", 512, "fp8", 64, "fp32", ""),
+        # Latent rows of MLA in FP8 with one scale a layer, with and without RoPE columns.
+        RowLayout("tensor576", 512, "fp8", 512, "tensor", "fp8", data_bytes=576, rope_at=512),
+        RowLayout("tensor512", 512, "fp8", 512, "tensor", "", data_bytes=512),
         # DeepSeek-V4.1: RoPE is quantised, too.
         RowLayout("packed528", 512, "fp8", 32, "e8m0", "", data_bytes=512, scale_bytes=16, page_multiple=512),
         RowLayout("packed288", 512, "fp4", 16, "e4m3", "", data_bytes=256, scale_bytes=32, page_multiple=256),

@@ -168,7 +168,7 @@ def choose_mode(
         return ModeChoice(mode, "asked for")
     if not all(rows.is_quantized for rows in formats):
         return ModeChoice("prepass", "one source is 16-bit, which the fused kernel does not read")
-    if any(LAYOUTS[rows.layout].scale == "fp32" for rows in formats):
+    if any(LAYOUTS[rows.layout].scales_stay_apart for rows in formats):
         return ModeChoice("fused", "a prepass would round the products with fp32 scales to bf16")
     target = active_target(q.device)
     tokens = next(iter(sources.values())).num_tokens

@@ -32,7 +32,7 @@ from narrowkv.sparse_fp8.launches import (
 )
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
 from narrowkv.sparse_fp8.rows import DSV4Rows
-from narrowkv.sparse_fp8.sources import KVSource
+from narrowkv.sparse_fp8.sources import Source
 
 __all__ = ["SparsePlan"]
 
@@ -54,6 +54,7 @@ class SparsePlan(SparseSettings):
         portable: the configuration of the portable kernel.
         specialised: the configuration of a kernel for the target's family, which runs where it is faster and
             can read the call; None on other targets.
+        max_seq_len: rows of the longest sequence over a page table; None takes what the table has room for.
 
     The other attributes are those of `SparseSettings`.
     """
@@ -62,6 +63,7 @@ class SparsePlan(SparseSettings):
     batch_invariant: bool
     portable: SparseConfig
     specialised: SparseConfig | None
+    max_seq_len: int | None = None
     _choices: Bounded[tuple[SparseConfig, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -116,8 +118,8 @@ class SparsePlan(SparseSettings):
     def run(
         self,
         q: torch.Tensor | DSV4Rows,
-        prefix: KVSource | None,
-        extend: KVSource | None = None,
+        prefix: Source | None,
+        extend: Source | None = None,
         *,
         attn_sink: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -194,8 +196,8 @@ class SparsePlan(SparseSettings):
     def _attend(
         self,
         q: torch.Tensor | DSV4Rows,
-        prefix: KVSource | None,
-        extend: KVSource | None,
+        prefix: Source | None,
+        extend: Source | None,
         attn_sink: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor | None,
@@ -203,7 +205,9 @@ class SparsePlan(SparseSettings):
     ) -> None:
         """Launches the kernels of a checked call with at least one token."""
         heads = self.num_qo_heads
-        mean_rows = ((0 if prefix is None else prefix.nnz) + (0 if extend is None else extend.nnz)) // tokens
+        mean_rows = sum(0 if source is None else source.listed for source in (prefix, extend)) // tokens
+        if self.max_seq_len is not None:
+            mean_rows = min(mean_rows, self.max_seq_len)
         reads = self.specialised is not None and self._specialised_reads(q, prefix, extend, out)
         choice = self._choices.get((tokens, mean_rows, reads))
         config, splits = self._configuration(tokens, mean_rows, reads) if choice is None else choice
@@ -266,7 +270,7 @@ class SparsePlan(SparseSettings):
         values["q_blocks"] = -(-count // expand_block(self.target))
         return q.bound.format_id, far, "all"
 
-    def _expanded(self, values: dict[str, Any], side: str, source: KVSource) -> SideLayout:
+    def _expanded(self, values: dict[str, Any], side: str, source: Source) -> SideLayout:
         """Adds scratch for a source's rows in 16 bits to the values, if they are quantised.
 
         If there are fewer indices than rows, only the rows that they name are expanded, one for each index.
@@ -310,7 +314,7 @@ class SparsePlan(SparseSettings):
         )
 
     def _specialised_reads(
-        self, q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None, out: torch.Tensor
+        self, q: torch.Tensor | DSV4Rows, prefix: Source | None, extend: Source | None, out: torch.Tensor
     ) -> bool:
         """Whether the specialised kernel can read the tensors of a call."""
         if isinstance(q, torch.Tensor):
@@ -321,7 +325,7 @@ class SparsePlan(SparseSettings):
                 return False
         return not _offsets_pass_31_bits(out)
 
-    def _reaches(self, source: KVSource) -> bool:
+    def _reaches(self, source: Source) -> bool:
         """Whether the specialised kernel's offsets reach all rows and indices of a source."""
         assert self.specialised is not None
         if self.specialised.family != "cdna":

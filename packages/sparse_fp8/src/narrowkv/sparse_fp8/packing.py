@@ -21,6 +21,7 @@ __all__ = [
     "dequantize_values",
     "pack_pages",
     "pack_row512",
+    "quantize_pages",
     "quantize_values",
     "unpack_pages",
 ]
@@ -67,6 +68,27 @@ def quantize_values(x: torch.Tensor, layout: RowLayout, format: str) -> tuple[to
     groups = x.reshape(-1, layout.num_groups, layout.group)
     scale = _scales(groups.abs().amax(-1), layout, format)
     return encode((groups / scale[..., None]).reshape(-1, layout.quantized), get_format(format)), scale
+
+
+def quantize_pages(x: torch.Tensor, format: str, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises rows with one scale for all of them.
+
+    Args:
+        x: fp32 `[rows, columns]`.
+        format: an FP8 format.
+        page_size: rows of a page; the last page is filled up with zeros.
+
+    Returns:
+        uint8 `[pages, page_size, columns]`, and the fp32 scale `[1]`.
+    """
+    finite = x[x.isfinite()]
+    largest = finite.abs().max() if finite.numel() else x.new_ones(())
+    wanted = largest / torch.full_like(largest, get_format(format).max_value)
+    scale = wanted.clamp(min=torch.finfo(torch.float32).tiny).view(1)
+    stored = encode(x / scale, get_format(format)).view(torch.uint8)
+    pages = stored.new_zeros(-(-x.shape[0] // page_size) * page_size, x.shape[1])
+    pages[: x.shape[0]] = stored
+    return pages.view(-1, page_size, x.shape[1]), scale
 
 
 def dequantize_values(values: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
@@ -136,7 +158,7 @@ def pack_pages(
     values: torch.Tensor, rope: torch.Tensor | None, scale: torch.Tensor, layout: RowLayout,
     page_size: int, *, padded: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Pages of rows; the last page is filled up with zeros.
+    """PagedForm of rows; the last page is filled up with zeros.
 
     Args:
         values: `[rows, value_bytes]`, one byte an element.
@@ -168,7 +190,9 @@ def pack_pages(
 def unpack_pages(
     pages: torch.Tensor, page_size: int, layout: RowLayout
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Undoes `pack_pages` for whole pages: bytes of values, RoPE columns, fp32 scales."""
+    """Undoes `pack_pages` for whole pages: bytes of values, RoPE columns, fp32 scales (1 for one apart)."""
     values, rope, scales = (part.flatten(0, 1) for part in _parts(pages, page_size, layout))
     columns = rope.contiguous().view(_ROPE_DTYPE[layout.rope]) if layout.rope else None
+    if layout.has_one_scale:
+        return values.contiguous(), columns, torch.ones(len(values), 1, device=pages.device)
     return values.contiguous(), columns, decode_scales(scales, layout)

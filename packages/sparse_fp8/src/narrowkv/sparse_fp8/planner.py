@@ -16,13 +16,14 @@ from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS, choose_config, specialised_config
 from narrowkv.sparse_fp8.formats import QUERY_FORMATS, check_formats, num_heads_of, query_format
+from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.launches import route_of
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 from narrowkv.sparse_fp8.operation import SparsePlan
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
-__all__ = ["known_plan", "plan_for", "plan_sparse", "remember", "suits_specialised"]
+__all__ = ["known_plan", "make_plan", "plan_for", "plan_sparse", "remember", "suits_specialised"]
 
 _CACHED_PLANS = 256
 
@@ -102,7 +103,7 @@ def plan_sparse(
     mode = _resolve_mode(mode, prefix, extend)
     check_formats(mode, query, prefix, extend)
     target = active_target(place)
-    plan = _make_plan(
+    plan = make_plan(
         mode, target, _compiles(place), place, num_qo_heads, query, prefix, extend, scale, has_sink,
         return_lse, num_splits, batch_invariant,
     )  # fmt: skip
@@ -158,7 +159,7 @@ def plan_for(
     scale = query.head_dim**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
     device = q.device
     compiled = is_compiled(q.data if isinstance(q, DSV4Rows) else q)
-    return _make_plan(
+    return make_plan(
         mode, active_target(device), compiled, device, heads, query, formats[0], formats[1], scale,
         attn_sink is not None, return_lse, num_splits, batch_invariant,
     )  # fmt: skip
@@ -201,10 +202,10 @@ def _compiles(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=_CACHED_PLANS)
-def _make_plan(
+def make_plan(
     mode: str, target: Target, compiled: bool, device: torch.device, num_heads: int, query: RowsFormat,
     prefix: RowsFormat | None, extend: RowsFormat | None, sm_scale: float, has_sink: bool, writes_lse: bool,
-    num_splits: int | None, batch_invariant: bool,
+    num_splits: int | None, batch_invariant: bool, pages: PagedForm | None = None,
 ) -> SparsePlan:  # fmt: skip
     """A plan without maxima; calls that are not planned find theirs here."""
     kernel = "fused" if mode == "fused" else "16bit"
@@ -217,7 +218,8 @@ def _make_plan(
         v4_rows = query.scale_group == 64 and LAYOUTS[query.layout].quantized < HEAD_DIM
         fp8_qk = len(kinds) == 1 and v4_rows and route_of(target, query) != BITS
     specialised = None
-    if compiled and not batch_invariant and suits_specialised(mode, target, query, prefix, extend):
+    plain = compiled and not batch_invariant and pages is None
+    if plain and suits_specialised(mode, target, query, prefix, extend):
         specialised = specialised_config(
             target, kernel=kernel, num_heads=num_heads, layouts=layouts, two_sources=len(rows) > 1
         )
@@ -234,6 +236,7 @@ def _make_plan(
         sm_scale=sm_scale,
         num_splits=num_splits,
         batch_invariant=batch_invariant,
+        pages=pages,
         portable=choose_config(
             target,
             kernel=kernel,

@@ -59,7 +59,13 @@ def check_pages(rows: Rows) -> None:
             f"buffer must start at a multiple of {step} bytes and have a stride between pages that is one "
             f"(numbers of {step} bytes lie in it), got stride {rows.data.stride(0)}"
         )
-    check_absent(rows.layout, rope=rows.rope, scale=rows.scale)
+    check_absent(rows.layout, rope=rows.rope)
+    if layout.has_one_scale:
+        scale = check_tensor("scale", rows.scale)
+        check_dtype("scale", scale, torch.float32)
+        check_shape("scale", scale, (1,))
+    else:
+        check_absent(rows.layout, scale=rows.scale)
     if rows.scale_group != layout.group:
         raise ValueError(
             f"scale_group must be {layout.group} for layout {rows.layout}, got {rows.scale_group!r}"

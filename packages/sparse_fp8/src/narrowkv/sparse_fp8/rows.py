@@ -22,6 +22,7 @@ from narrowkv.quant import check_storage, e8m0_decode, get_format
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
+    check_finite_float,
     check_last_dim_contiguous,
     check_positive_int,
     check_same_device,
@@ -34,6 +35,7 @@ from narrowkv.sparse_fp8.packing import (
     dequantize_values,
     pack_pages,
     pack_row512,
+    quantize_pages,
     quantize_values,
     unpack_pages,
 )
@@ -142,6 +144,7 @@ class DSV4Rows:
         page_size: int = 64,
         format: str | None = None,
         negative_zero_free: bool = False,
+        scale: torch.Tensor | float | None = None,
     ) -> DSV4Rows:
         """One byte buffer of pages.
 
@@ -150,11 +153,13 @@ class DSV4Rows:
                 `[pages, page_size, bytes of a token]`. The stride between pages is the tensor's own, so
                 padded pages are a view; it must be a multiple of the widest number in a page.
             layout: a layout of pages: "packed584" (DeepSeek-V4); "packed528", "packed288", "packed272",
-                "record528", "record288", "record272" (V4.1); "record656", "record352" (V3.2).
+                "record528", "record288", "record272" (V4.1); "record656", "record352" (V3.2); "tensor576",
+                "tensor512" (one scale for all values), whose buffer may have an E4M3 dtype.
             page_size: tokens of a page, any positive number.
             format: the format of the values: "fp8_e4m3fn" (None means it) or "fp8_e4m3fnuz" for FP8 layouts,
                 "fp4_e2m1" for FP4 layouts.
             negative_zero_free: see the attribute.
+            scale: of "tensor576" and "tensor512": an fp32 tensor `[1]`, or a number; None for other layouts.
 
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what was given.
@@ -164,6 +169,16 @@ class DSV4Rows:
             128
         """
         places = LAYOUTS[check_choice("layout", layout, PAGED_LAYOUTS)]
+        if places.has_one_scale:
+            if format is None and buffer.dtype == torch.uint8:
+                format = places.default_format
+            stored = check_storage("buffer", buffer, format)
+            format, buffer = get_format(stored.dtype).name, stored.view(torch.uint8)
+            if not isinstance(scale, torch.Tensor):
+                number = check_finite_float("scale", 1.0 if scale is None else scale)
+                scale = torch.tensor([number], dtype=torch.float32, device=buffer.device)
+        elif scale is not None:
+            raise ValueError(f"scale must be None for layout {layout}: it lies in data")
         check_dtype("buffer", buffer, torch.uint8)
         check_positive_int("page_size", page_size)
         if buffer.dim() == 3:
@@ -182,6 +197,7 @@ class DSV4Rows:
         return cls(
             layout,
             buffer,
+            scale=scale,
             page_size=page_size,
             scale_group=places.group,
             format=places.default_format if format is None else format,
@@ -197,7 +213,7 @@ class DSV4Rows:
         format: str = "fp8_e4m3fn",
         negative_zero_free: bool = False,
     ) -> DSV4Rows:
-        """Pages of DeepSeek-V4: `paged` with layout "packed584".
+        """PagedForm of DeepSeek-V4: `paged` with layout "packed584".
 
         In a page of P tokens, token p has its 448 E4M3 bytes and then 64 bf16 at byte `p * 576`, and its
         seven E8M0 bytes (a zero byte follows) at byte `P * 576 + p * 8`.
@@ -251,11 +267,11 @@ class DSV4Rows:
         E8M0 scales of FP8 are `2^ceil(log2(max(amax / 448, 1e-4)))`; for FNUZ, whose largest number is 240,
         the same rule with 240 in 448's place. E4M3 scales of FP4 are `amax / 6`, at least 2^-9, rounded
         (up for "record352"); E8M0 scales of FP4 the smallest power of two at which nothing saturates; fp32
-        scales `amax / 448`.
+        scales `amax / 448`, of the finite values where one scale is for all rows.
 
         Args:
-            x: `[..., 512]` (`[..., 576]` for "record656" and "record352") fp32, bf16 or fp16, RoPE last;
-                leading dimensions are flattened to rows.
+            x: `[..., 512]` (`[..., 576]` for "record656", "record352" and "tensor576") fp32, bf16 or fp16,
+                RoPE last; leading dimensions are flattened to rows.
             layout: the name of a layout.
             page_size: rows of a page; the last page is filled up with zeros.
             padded: whether pages are padded as engines pad them.
@@ -275,6 +291,13 @@ class DSV4Rows:
             )
         wide = x.detach().float().reshape(-1, places.head_dim)
         format = places.default_format if format is None else format
+        if places.has_one_scale:
+            check_positive_int("page_size", page_size)
+            pages, scale = quantize_pages(wide, format, page_size)
+            clean = format != "fp8_e4m3fnuz" or not bool(wide.isnan().any())
+            return cls.paged(
+                pages, layout, page_size=page_size, format=format, negative_zero_free=clean, scale=scale
+            )
         values, scale = quantize_values(wide[:, : places.quantized], places, format)
         rope = wide[:, places.quantized :].to(torch.bfloat16) if places.rope else None
         return cls.pack(values, rope, scale, layout, page_size=page_size, padded=padded)
@@ -308,6 +331,8 @@ class DSV4Rows:
         format = "fp4_e2m1"
         if places.values == "fp8":
             format = get_format(check_storage("values", values, None).dtype).name
+        if places.has_one_scale:
+            raise ValueError(f"layout must have scales in its rows, got {layout!r}: use paged or quantize")
         check_shape("values", values, ("rows", places.value_bytes))
         rows = values.shape[0]
         check_dtype("scale", scale, torch.float32)
@@ -360,7 +385,7 @@ class DSV4Rows:
     def bytes_per_row(self) -> int:
         """Bytes that attention reads of a row, scales included."""
         places = self.places
-        scales = places.quantized // self.scale_group * places.scale_item_bytes
+        scales = 0 if places.has_one_scale else places.quantized // self.scale_group * places.scale_item_bytes
         return places.value_bytes + ROPE_DIM * places.rope_item_bytes + scales
 
     def unpack(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -377,6 +402,11 @@ class DSV4Rows:
             copies = self.places.num_groups * self.places.scale_copies
             scales = self.data[:, self.places.value_bytes :][:, :copies]
             return values, self.rope, e8m0_decode(scales[:, :: self.scale_group // 32].contiguous())
+        if self.places.has_one_scale:
+            parts = unpack_pages(self.data, self.page_size, self.places)
+            values, rope = parts[0].view(storage), parts[1]
+            rope = None if rope is None else rope.view(storage)
+            return values, rope, check_tensor("scale", self.scale).expand(self.num_rows, 1)
         values, rope, scale = unpack_pages(self.data, self.page_size, self.places)
         return values.view(storage), rope, scale
 
@@ -384,6 +414,8 @@ class DSV4Rows:
         """The rows as fp32 `[rows, head_dim]`, exactly."""
         values, rope, scale = self.unpack()
         wide = dequantize_values(values, scale, self.format)
+        if rope is not None and self.places.has_one_scale:
+            rope = dequantize_values(rope, scale, self.format)
         return wide if rope is None else torch.cat([wide, rope.float()], -1)
 
     def to(self, device: torch.device | str) -> DSV4Rows:

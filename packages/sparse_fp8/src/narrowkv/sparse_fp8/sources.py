@@ -33,19 +33,76 @@ from narrowkv.sparse_fp8.binding import (
     byte_range,
     format_id_of,
 )
-from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
+from narrowkv.sparse_fp8.kernels.rows import Csr, PageList, RowPointers
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, ROPE_DIM
 from narrowkv.sparse_fp8.rows import DSV4Rows
 
-__all__ = ["KVSource"]
+__all__ = ["KVSource", "Source"]
 
 _INTEGERS = (torch.int32, torch.int64)
 # Kernels count rows and indices in 32 bits, including a tile past the end.
-_MOST = 2**31 - 2**16
+MOST_ROWS = 2**31 - 2**16
+
+
+class Source:
+    """What a plan and the launches of a call read of a source, however its rows are named."""
+
+    rows: torch.Tensor | DSV4Rows
+    num_tokens: int
+    num_rows: int
+    nnz: int
+    device: torch.device
+    int32_lists: bool
+    format: RowsFormat
+    offsets_64_bit: bool
+    bound: BoundRows
+    pointers: RowPointers
+    csr: Csr | PageList
+    format_id: int
+    byte_ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def listed(self) -> int:
+        """Rows that all tokens attend to, at most."""
+        return self.nnz
+
+    @property
+    def lists(self) -> dict[str, torch.Tensor]:
+        """The tensors that name rows."""
+        raise NotImplementedError
+
+    @cached_property
+    def arguments(self) -> dict[str, dict[str, Any]]:
+        """The tensors of `pointers` and `csr` and their sizes as a call's values, for each side of a call."""
+        return {
+            side: {
+                **named_values(side, self.pointers), **named_values(side, self.csr),
+                sys.intern(f"{side}_nnz"): self.nnz, sys.intern(f"{side}_rows"): self.num_rows,
+            }
+            for side in ("prefix", "extend")
+        }  # fmt: skip
+
+    @cached_property
+    def layout(self) -> tuple[int, bool, str]:
+        """What the launches of a call depend on; see `narrowkv.sparse_fp8.launches.SideLayout`."""
+        return self.format_id, self.offsets_64_bit, ""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the rows do: quantised ones never do."""
+        return isinstance(self.rows, torch.Tensor) and self.rows.requires_grad
+
+    def check_values(self, name: str) -> None:
+        """Reads what names rows, and their scales, on the host; this waits for the device.
+
+        Raises:
+            ValueError: naming the first fault found.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
-class KVSource:
+class KVSource(Source):
     """Rows, and which of them each query token attends to (a CSR).
 
     Everything but values is checked when an object is made, and never again: keep it as long as its tensors
@@ -106,8 +163,8 @@ class KVSource:
         check_shape("indices", self.indices, ("nnz",))
         for name, vector in (("indptr", self.indptr), ("indices", self.indices)):
             check_last_dim_contiguous(name, vector)
-            if vector.shape[0] > _MOST:
-                raise ValueError(f"{name} must have at most {_MOST} elements, got {vector.shape[0]}")
+            if vector.shape[0] > MOST_ROWS:
+                raise ValueError(f"{name} must have at most {MOST_ROWS} elements, got {vector.shape[0]}")
         if isinstance(self.rows, DSV4Rows):
             bound = self.rows.bound
         elif isinstance(self.rows, torch.Tensor):
@@ -117,8 +174,8 @@ class KVSource:
             bound = bind_16_bit_rows(self.rows)
         else:
             raise TypeError(f"rows must be a torch.Tensor or DSV4Rows, got {type(self.rows).__name__}")
-        if bound.num_rows > _MOST:
-            raise ValueError(f"rows must hold at most {_MOST} rows, got {bound.num_rows}")
+        if bound.num_rows > MOST_ROWS:
+            raise ValueError(f"rows must hold at most {MOST_ROWS} rows, got {bound.num_rows}")
         tensors = {**bound.tensors, "indptr": self.indptr, "indices": self.indices}
         check_same_device(**tensors)
         csr = bind_csr(self.indptr, self.indices)
@@ -139,26 +196,10 @@ class KVSource:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
-    @cached_property
-    def arguments(self) -> dict[str, dict[str, Any]]:
-        """The tensors of `pointers` and `csr` and their sizes as a call's values, for each side of a call."""
-        return {
-            side: {
-                **named_values(side, self.pointers), **named_values(side, self.csr),
-                sys.intern(f"{side}_nnz"): self.nnz, sys.intern(f"{side}_rows"): self.num_rows,
-            }
-            for side in ("prefix", "extend")
-        }  # fmt: skip
-
-    @cached_property
-    def layout(self) -> tuple[int, bool, str]:
-        """What the launches of a call depend on; see `narrowkv.sparse_fp8.launches.SideLayout`."""
-        return self.format_id, self.offsets_64_bit, ""
-
     @property
-    def requires_grad(self) -> bool:
-        """Whether the rows do: quantised ones never do."""
-        return isinstance(self.rows, torch.Tensor) and self.rows.requires_grad
+    def lists(self) -> dict[str, torch.Tensor]:
+        """The index lists."""
+        return {"indptr": self.indptr, "indices": self.indices}
 
     def check_grad(self, name: str) -> None:
         """Refuses tensors that require grad while grad mode is on.

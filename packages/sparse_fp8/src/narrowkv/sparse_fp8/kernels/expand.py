@@ -33,12 +33,12 @@ def _expand_kernel(
     if GATHER:
         tl.store(places_ptr + i, tl.where(live, i, -1), mask=inside)
     value_at, rope_at, scale_at = locate(rows, index, STORED)
-    rope = 0
-    if STORED.ROPE != "":
-        rope = widen_rope(load_rope(rows, rope_at, live, STORED), STORED)
     base = out_ptr + i.to(tl.int64)[:, None] * HEAD_DIM
     # All values are loaded in one tile: a load after a store would wait for the store.
     x, scale = load_columns(rows, value_at, scale_at, live, 0, 512, STORED)
+    rope = 0
+    if STORED.ROPE != "":
+        rope = widen_rope(load_rope(rows, rope_at, live, STORED), scale, STORED, True)
     widened = widen_columns(x, scale, rope, 0, 512, STORED, True)  # [BLOCK_R, 512]
     tl.store(base + tl.arange(0, 512)[None, :], widened, mask=inside[:, None])
     if HEAD_DIM > 512:

@@ -19,15 +19,16 @@ from narrowkv.sparse_fp8.kernels.results import (
     store_state,
 )
 from narrowkv.sparse_fp8.kernels.rows import (
-    Csr,
     RowPointers,
     as_fp8,
+    first_unseen,
     load_columns,
     load_indices,
     load_rope,
     locate,
     names_a_row,
-    token_span,
+    rows_of_token,
+    seen_keys,
     widen_columns,
     widen_rope,
 )
@@ -57,7 +58,7 @@ def _widen_rows(
     Without SCALED the values are still to be multiplied by their scales.
     """
     if STORED.ROPE != "":
-        rope = widen_rope(rope, STORED)
+        rope = widen_rope(rope, scales[0], STORED, SCALED)
     widened = ()
     for t in tl.static_range((STORED.COLUMNS + WIDTH - 1) // WIDTH):
         widened = widened + (widen_columns(stored[t], scales[t], rope, t, WIDTH, STORED, SCALED),)
@@ -120,11 +121,13 @@ def _scores(
 
 @triton.jit
 def _attend_tile(
-    q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH: tl.constexpr,
-    STORED: tl.constexpr, HEAD_DIM: tl.constexpr, FP8_QK: tl.constexpr, GUARD: tl.constexpr,
+    q, q_scales, acc, m, l, qk_scale, descale, stored, scales, rope, live, start, unseen,
+    WIDTH: tl.constexpr, STORED: tl.constexpr, HEAD_DIM: tl.constexpr, FP8_QK: tl.constexpr,
+    GUARD: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows into the softmax state."""
-    widened = _widen_rows(stored, scales, rope, WIDTH, STORED, STORED.SCALE != "fp32")
+    """One tile of rows into the softmax state; `descale` is the scale of all values if SCALE is "tensor"."""
+    SCALED: tl.constexpr = STORED.SCALE != "fp32" and STORED.SCALE != "tensor"
+    widened = _widen_rows(stored, scales, rope, WIDTH, STORED, SCALED)
     if GUARD:
         if start >= -1:
             s = _scores(q, q_scales, stored, scales, widened, WIDTH, STORED, HEAD_DIM, FP8_QK)
@@ -132,8 +135,10 @@ def _attend_tile(
             s = tl.zeros([q[0].shape[0], live.shape[0]], tl.float32)
     else:
         s = _scores(q, q_scales, stored, scales, widened, WIDTH, STORED, HEAD_DIM, FP8_QK)
-    s = tl.where(live[None, :], s * qk_scale, float("-inf"))
+    s = tl.where(seen_keys(live, start, unseen, PAGES), s * qk_scale, float("-inf"))
     p, m, l, correction = softmax_step(s, m, l, None, headroom(tl.bfloat16))
+    if STORED.SCALE == "tensor":
+        p = p * descale
     p_narrow = p.to(tl.bfloat16)
     summed = ()
     for t in tl.static_range(512 // WIDTH):
@@ -145,27 +150,32 @@ def _attend_tile(
 
 @triton.jit
 def _attend_fused(
-    q, q_scales, acc, m, l, qk_scale, rows, csr, begin, end, WIDTH: tl.constexpr, STORED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, FP8_QK: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, q_scales, acc, m, l, qk_scale, rows, lists, begin, end, unseen, WIDTH: tl.constexpr,
+    STORED: tl.constexpr, HEAD_DIM: tl.constexpr, FP8_QK: tl.constexpr, GUARD: tl.constexpr,
+    BLOCK_K: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows at places [begin, end) of the index list into the softmax state; acc is 512 // WIDTH tiles."""
+    """Rows at places [begin, end) of the lists into the softmax state; acc is 512 // WIDTH tiles."""
+    descale = 1.0
+    if STORED.SCALE == "tensor":
+        descale = tl.load(rows.scale).to(tl.float32, bitcast=True)
+        qk_scale = qk_scale * descale
     k_range = tl.arange(0, BLOCK_K)
-    index = load_indices(csr, begin, k_range, end)
+    index = load_indices(lists, begin, k_range, end, PAGES)
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
-        upcoming = load_indices(csr, start + BLOCK_K, k_range, end)
+        upcoming = load_indices(lists, start + BLOCK_K, k_range, end, PAGES)
         live = names_a_row(index, rows.num_rows)
         stored, scales, rope = _load_rows(rows, index, live, WIDTH, STORED)
         if GUARD:
             # Always taken; see the kernel over 16-bit rows.
             if start >= 0:
                 acc, m, l = _attend_tile(
-                    q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH,
-                    STORED, HEAD_DIM, FP8_QK, True,
+                    q, q_scales, acc, m, l, qk_scale, descale, stored, scales, rope, live, start, unseen,
+                    WIDTH, STORED, HEAD_DIM, FP8_QK, True, PAGES,
                 )  # fmt: skip
         else:
             acc, m, l = _attend_tile(
-                q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH,
-                STORED, HEAD_DIM, FP8_QK, False,
+                q, q_scales, acc, m, l, qk_scale, descale, stored, scales, rope, live, start, unseen, WIDTH,
+                STORED, HEAD_DIM, FP8_QK, False, PAGES,
             )  # fmt: skip
         index = upcoming
     return acc, m, l
@@ -204,31 +214,34 @@ def _sparse_fused_kernel(
             prefix.nope, prefix.rope, prefix.scale, prefix.stride_n, prefix.stride_r, prefix.stride_s,
             prefix.stride_h, prefix_rows,
         )  # fmt: skip
-        prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
-        prefix_begin, prefix_end = token_span(prefix_csr, token)
+        prefix_csr, prefix_begin, prefix_end = rows_of_token(
+            prefix_csr, prefix_nnz, prefix_rows, token, num_tokens, CALL.PAGES
+        )
     if EXTEND is not None:
         extend = RowPointers(
             extend.nope, extend.rope, extend.scale, extend.stride_n, extend.stride_r, extend.stride_s,
             extend.stride_h, extend_rows,
         )  # fmt: skip
-        extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
-        extend_begin, extend_end = token_span(extend_csr, token)
+        extend_csr, extend_begin, extend_end = rows_of_token(
+            extend_csr, extend_nnz, extend_rows, token, num_tokens, None
+        )
+    unseen = first_unseen(heads, prefix_end, CALL.PAGES)
     if CALL.SPLIT:
         prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
             prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, TILES.BLOCK_K
         )
     if PREFIX is not None:
         acc, m, l = _attend_fused(
-            q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, TILES.WIDTH,
-            PREFIX, CALL.HEAD_DIM, FP8_QK, TILES.GUARD, TILES.BLOCK_K,
+            q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, unseen,
+            TILES.WIDTH, PREFIX, CALL.HEAD_DIM, FP8_QK, TILES.GUARD, TILES.BLOCK_K, CALL.PAGES,
         )  # fmt: skip
     if EXTEND is not None:
         acc, m, l = _attend_fused(
-            q_tiles, q_scales, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, TILES.WIDTH,
-            EXTEND, CALL.HEAD_DIM, FP8_QK, TILES.GUARD, TILES.BLOCK_K,
+            q_tiles, q_scales, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, unseen,
+            TILES.WIDTH, EXTEND, CALL.HEAD_DIM, FP8_QK, TILES.GUARD, TILES.BLOCK_K, None,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
-    factor = row_factor(out, m, l, heads, mask, CALL.HAS_SINK)
+    factor = row_factor(out, m, l, heads, mask, CALL)
     for t in tl.static_range(512 // TILES.WIDTH):
         store_columns(out, partials, acc[t], factor, token_64, slot, heads, mask, t * TILES.WIDTH, CALL.SPLIT)
     if CALL.SPLIT:

@@ -37,7 +37,9 @@ class Partials(NamedTuple):
 class Call(NamedTuple):
     """Constants of the call that a kernel is compiled with.
 
+    NUM_HEADS: heads of a token; over a page table the rows of Q of a sequence, see `PagedForm`.
     INT64_HEADS: offsets of heads are computed in int64. HEAD_DIM: columns of Q and K; V has 512.
+    PAGES: `PagedForm` if a page table names the rows, None if index lists do.
     """
 
     NUM_HEADS: Any
@@ -46,6 +48,7 @@ class Call(NamedTuple):
     SPLIT: Any
     INT64_HEADS: Any
     HEAD_DIM: Any
+    PAGES: Any = None
 
 
 class Tiles(NamedTuple):
@@ -58,9 +61,11 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def row_factor(out, m, l, heads, mask, HAS_SINK: tl.constexpr):
+def row_factor(out, m, l, heads, mask, CALL: tl.constexpr):
     """The factor of the accumulators of `heads`."""
-    if HAS_SINK:
+    if CALL.HAS_SINK:
+        if CALL.PAGES is not None:
+            heads = heads % CALL.PAGES.HEADS
         sink = tl.load(out.sink + heads, mask=mask, other=float("-inf"))
     else:
         sink = tl.full(m.shape, float("-inf"), tl.float32)
@@ -134,7 +139,7 @@ def _merge_sparse_kernel(out, partials, num_tokens, num_splits, CALL: tl.constex
         acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
     heads = head + tl.arange(0, 1)
     everywhere = heads >= 0
-    factor = row_factor(out, m, l, heads, everywhere, CALL.HAS_SINK)
+    factor = row_factor(out, m, l, heads, everywhere, CALL)
     store_columns(out, partials, acc, factor, token, row, heads, everywhere, 0, False)
     if CALL.WRITE_LSE:
         store_lse(out, m, l, token, heads, everywhere)

@@ -5,6 +5,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from narrowkv.paged_cache.kernels.pages import (
+    Table,
+    first_id,
+    load_page_ids,
+    place_of,
+    sequence_length,
+    strided,
+)
 from narrowkv.quant.device import e8m0_to_fp32, widen, widen_parts
 
 # 1.0 as each kind of scale is stored: float32 is read as words.
@@ -38,6 +46,38 @@ class Csr(NamedTuple):
     indptr: Any
     indices: Any
     nnz: Any
+
+
+class PageList(NamedTuple):
+    """The page table of sequences that attend to all their rows; fields as in `Table`, which adds sizes."""
+
+    page_ids: Any
+    row: Any
+    lens: Any
+    column: Any
+    row_step: Any
+    lens_step: Any
+
+
+class PagesOfSequence(NamedTuple):
+    """A sequence's pages in a kernel: the table, where its page ids begin, and its last position."""
+
+    table: Any
+    first_id: Any
+    last: Any
+
+
+class PagedForm(NamedTuple):
+    """Constants of a call over a page table. A "token" of such a call is a sequence with all its queries.
+
+    PAGE_SIZE, RAGGED: of the table. Q_LEN, HEADS: query tokens of a sequence and their heads; its rows of Q
+    are (query token, head) pairs, the kernels' heads.
+    """
+
+    PAGE_SIZE: Any
+    RAGGED: Any
+    Q_LEN: Any
+    HEADS: Any
 
 
 class Stored(NamedTuple):
@@ -109,10 +149,60 @@ def token_span(csr, token):
 
 
 @triton.jit
-def load_indices(csr, begin, places, end):
+def rows_of_token(lists, size, num_rows, token, num_tokens, PAGES: tl.constexpr):
+    """The rows that a token attends to, for `load_indices`, and the places [begin, end) that are its own.
+
+    Args:
+        lists: a `Csr`, or with PAGES a `PageList`.
+        size: indices of all tokens; with PAGES page ids, see `Table.max_pages`.
+    """
+    if PAGES is None:
+        lists = Csr(lists.indptr, lists.indices, size)
+        begin, end = token_span(lists, token)
+        return lists, begin, end
+    else:
+        num_ids = strided(tl.maximum(size, 1) - 1, lists.column) + 1
+        if not PAGES.RAGGED:
+            num_ids += (num_tokens - 1) * lists.row
+        table = Table(
+            lists.page_ids, lists.row, lists.lens, num_ids, num_rows // PAGES.PAGE_SIZE, size, lists.column,
+            lists.row_step, lists.lens_step,
+        )  # fmt: skip
+        length = sequence_length(table, token, token >= 0, PAGES.PAGE_SIZE, PAGES.RAGGED)
+        pages = PagesOfSequence(table, first_id(table, token, PAGES.RAGGED), tl.maximum(length - 1, 0))
+        return pages, token * 0, length
+
+
+@triton.jit
+def load_indices(lists, begin, places, end, PAGES: tl.constexpr):
     """Row numbers at `places` after `begin`, -1 from the end on."""
     # Values that are equal in all lanes stay scalar: a tensor of places would take registers in every layout.
-    return as_row_number(tl.load(csr.indices + begin + places, mask=places < end - begin, other=-1))
+    if PAGES is None:
+        return as_row_number(tl.load(lists.indices + begin + places, mask=places < end - begin, other=-1))
+    else:
+        n = begin + places
+        page = load_page_ids(lists.table, lists.first_id, n, 0, lists.last, PAGES.PAGE_SIZE)
+        page, slot = place_of(lists.table, page, n, 0, lists.last, PAGES.PAGE_SIZE, False)
+        return tl.where(places < end - begin, page * PAGES.PAGE_SIZE + slot, -1)
+
+
+@triton.jit
+def first_unseen(heads, end, PAGES: tl.constexpr):
+    """The position [BLOCK_H] from which on a row of Q attends to nothing; 0 where all rows are alike."""
+    if PAGES is None or PAGES.Q_LEN == 1:
+        return 0
+    else:
+        return end - PAGES.Q_LEN + 1 + heads // PAGES.HEADS
+
+
+@triton.jit
+def seen_keys(live, start, unseen, PAGES: tl.constexpr):
+    """Which rows of a tile, from position `start` on, each row of Q attends to."""
+    seen = live[None, :]
+    if PAGES is not None:
+        if PAGES.Q_LEN > 1:
+            seen = seen & ((start + tl.arange(0, live.shape[0]))[None, :] < unseen[:, None])
+    return seen
 
 
 @triton.jit
@@ -152,9 +242,14 @@ def load_rope(rows, offsets, mask, STORED: tl.constexpr):
 
 
 @triton.jit
-def widen_rope(rope, STORED: tl.constexpr):
-    """The result of `load_rope` in bf16; E4M3 has no scale."""
-    if STORED.ROPE == "fp8":
+def widen_rope(rope, scale, STORED: tl.constexpr, SCALED: tl.constexpr):
+    """The result of `load_rope` in bf16; FP8 has no scale, or with FP8 values the one of all rows `[N]`."""
+    if STORED.ROPE == "fp8" and STORED.VALUES == "fp8":
+        rope = _widen_fp8(rope, STORED.FORMAT, STORED.ROUTE) * (2.0**STORED.EXPONENT)
+        if SCALED:
+            rope = rope * scale[:, None]
+        rope = rope.to(tl.bfloat16)
+    elif STORED.ROPE == "fp8":
         rope = (widen(rope, "fp8_e4m3fn", "bits", tl.float16, False).to(tl.float32) * 256.0).to(tl.bfloat16)
     return rope
 
@@ -260,7 +355,7 @@ def widen_columns(
         widened = tl.reshape(
             tl.reshape(widened, [N, WIDTH // STORED.GROUP, STORED.GROUP]) * scale[:, :, None], [N, WIDTH]
         )
-    if SCALED and STORED.SCALE == "fp32":
+    if SCALED and (STORED.SCALE == "fp32" or STORED.SCALE == "tensor"):
         widened = widened.to(tl.bfloat16)
     else:
         # The low half of the float32 is zero: dropping it rounds nothing and costs no rounding instructions.

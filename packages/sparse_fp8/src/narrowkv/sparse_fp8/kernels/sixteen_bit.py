@@ -15,7 +15,14 @@ from narrowkv.sparse_fp8.kernels.results import (
     store_lse,
     store_state,
 )
-from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, load_indices, names_a_row, token_span
+from narrowkv.sparse_fp8.kernels.rows import (
+    RowPointers,
+    first_unseen,
+    load_indices,
+    names_a_row,
+    rows_of_token,
+    seen_keys,
+)
 
 
 @triton.jit
@@ -29,7 +36,8 @@ def _scores(q, q_rope, kv, rope, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr
+    q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, unseen, HEAD_DIM: tl.constexpr,
+    GUARD: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows `[BLOCK_K, 512]` into the softmax state."""
     if GUARD:
@@ -41,24 +49,25 @@ def _attend_tile(
             s = tl.zeros([q.shape[0], kv.shape[0]], tl.float32)
     else:
         s = _scores(q, q_rope, kv, rope, HEAD_DIM)
-    s = tl.where(live[None, :], s * qk_scale, float("-inf"))
+    s = tl.where(seen_keys(live, start, unseen, PAGES), s * qk_scale, float("-inf"))
     p, m, l, correction = softmax_step(s, m, l, None, headroom(kv.dtype))
     return tl.dot(p.to(kv.dtype), kv, acc * correction[:, None]), m, l
 
 
 @triton.jit
 def _attend_16bit_rows(
-    q, q_rope, acc, m, l, qk_scale, rows, csr, begin, end,
+    q, q_rope, acc, m, l, qk_scale, rows, lists, begin, end, unseen,
     INT64_OFFSETS: tl.constexpr, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows at places [begin, end) of the index list into the softmax state."""
+    """Rows at places [begin, end) of the lists into the softmax state."""
     d = tl.arange(0, 512)
     k_range = tl.arange(0, BLOCK_K)
-    index = load_indices(csr, begin, k_range, end)
+    index = load_indices(lists, begin, k_range, end, PAGES)
     # Without a product at the top of its body a loop is pipelined only if it says so itself.
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         # Indices come one tile ahead: the rows' loads wait for them.
-        upcoming = load_indices(csr, start + BLOCK_K, k_range, end)
+        upcoming = load_indices(lists, start + BLOCK_K, k_range, end, PAGES)
         live = names_a_row(index, rows.num_rows)
         offsets = (index.to(tl.int64) if INT64_OFFSETS else index) * rows.stride_n
         kv = tl.load(
@@ -75,10 +84,12 @@ def _attend_16bit_rows(
             # copy of the next tile is under way before this one is multiplied, not after.
             if start >= 0:
                 acc, m, l = _attend_tile(
-                    q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM, True
+                    q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, unseen, HEAD_DIM, True, PAGES
                 )
         else:
-            acc, m, l = _attend_tile(q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM, False)
+            acc, m, l = _attend_tile(
+                q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, unseen, HEAD_DIM, False, PAGES
+            )
         index = upcoming
     return acc, m, l
 
@@ -117,31 +128,34 @@ def _sparse_16bit_kernel(
             prefix.nope, prefix.rope, prefix.scale, prefix.stride_n, prefix.stride_r, prefix.stride_s,
             prefix.stride_h, prefix_rows,
         )  # fmt: skip
-        prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
-        prefix_begin, prefix_end = token_span(prefix_csr, token)
+        prefix_csr, prefix_begin, prefix_end = rows_of_token(
+            prefix_csr, prefix_nnz, prefix_rows, token, num_tokens, CALL.PAGES
+        )
     if EXTEND is not None:
         extend = RowPointers(
             extend.nope, extend.rope, extend.scale, extend.stride_n, extend.stride_r, extend.stride_s,
             extend.stride_h, extend_rows,
         )  # fmt: skip
-        extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
-        extend_begin, extend_end = token_span(extend_csr, token)
+        extend_csr, extend_begin, extend_end = rows_of_token(
+            extend_csr, extend_nnz, extend_rows, token, num_tokens, None
+        )
+    unseen = first_unseen(heads, prefix_end, CALL.PAGES)
     if CALL.SPLIT:
         prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
             prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, TILES.BLOCK_K
         )
     if PREFIX is not None:
         acc, m, l = _attend_16bit_rows(
-            q_tile, q_rope, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end,
-            PREFIX.INT64_OFFSETS, CALL.HEAD_DIM, TILES.GUARD, TILES.BLOCK_K,
+            q_tile, q_rope, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, unseen,
+            PREFIX.INT64_OFFSETS, CALL.HEAD_DIM, TILES.GUARD, TILES.BLOCK_K, CALL.PAGES,
         )  # fmt: skip
     if EXTEND is not None:
         acc, m, l = _attend_16bit_rows(
-            q_tile, q_rope, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end,
-            EXTEND.INT64_OFFSETS, CALL.HEAD_DIM, TILES.GUARD, TILES.BLOCK_K,
+            q_tile, q_rope, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, unseen,
+            EXTEND.INT64_OFFSETS, CALL.HEAD_DIM, TILES.GUARD, TILES.BLOCK_K, None,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
-    factor = row_factor(out, m, l, heads, mask, CALL.HAS_SINK)
+    factor = row_factor(out, m, l, heads, mask, CALL)
     store_columns(out, partials, acc, factor, token_64, slot, heads, mask, 0, CALL.SPLIT)
     if CALL.SPLIT:
         store_state(partials, m, l, slot, heads, mask)

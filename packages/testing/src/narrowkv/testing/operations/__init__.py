@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from narrowkv.testing.contracts import Contract, ContractSet, Shape
 from narrowkv.testing.operation import Cases, Family, OperationEntry
-from narrowkv.testing.operations import decode, indexer, prefill, sage, sparse, topk
+from narrowkv.testing.operations import decode, indexer, latent, prefill, sage, sparse, topk
 
 if TYPE_CHECKING:
     from narrowkv.testing.cases import Case
@@ -32,6 +32,7 @@ OPERATIONS: dict[str, OperationEntry] = {
         decode.OPERATION,
         prefill.OPERATION,
         sparse.OPERATION,
+        latent.OPERATION,
         sage.OPERATION,
         indexer.OPERATION,
         topk.OPERATION,
