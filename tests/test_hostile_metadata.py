@@ -30,8 +30,16 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.runtime.launch import Executor, executing
 from narrowkv.runtime.targets import device_target
 from narrowkv.sage import sage_attention
-from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill, sparse_prefill_fp8
+from narrowkv.sparse_fp8 import (
+    DSV4Rows,
+    KVSource,
+    latent_decode,
+    sparse_decode,
+    sparse_prefill,
+    sparse_prefill_fp8,
+)
 from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.latent import LatentCase
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseCase
@@ -398,6 +406,30 @@ def _sparse(case: SparseCase, operation: Callable[..., Any], **options: Any) -> 
     return scene
 
 
+def _latent(case: LatentCase, **options: Any) -> Scene:
+    def scene(guarded: Guarded) -> Call:
+        q, rows, table = case.build(guarded.device)
+        q = guarded.place("q", q)
+        if isinstance(rows, DSV4Rows):
+            num_pages = rows.data.shape[0]
+            rows = replace(rows, data=guarded.place("rows", rows.data))
+        else:
+            num_pages = rows.shape[0]
+            rows = guarded.place("rows", rows)
+        table, metadata = guarded.table(table, num_pages)
+        out = guarded.nan("out", *q.shape[:2], 512, dtype=q.dtype)
+        lse = guarded.nan("lse", *q.shape[:2])
+
+        def run() -> Results:
+            latent_decode(q, rows, table, out=out, lse=lse, **options)
+            return {"o": out, "lse": lse}
+
+        own = torch.arange(case.q_len)
+        return Call(run, metadata, len(case.lens), lambda seq: own + seq * case.q_len)
+
+    return scene
+
+
 def _sage(case: SageCase, **options: Any) -> Scene:
     def scene(guarded: Guarded) -> Call:
         q, k, v, starts_q, starts_k = case.build(guarded.device)
@@ -487,6 +519,13 @@ def _register() -> Iterator[tuple[str, Scene]]:
         )
     yield "sparse_prefill_fp8, prepass", _sparse(s, sparse_prefill_fp8, mode="prepass")
     yield "sparse_decode, FP8 rows", _sparse(s, sparse_decode, num_splits=2)
+    one = LatentCase(lens=(20, 5, 33, 9), page_size=8, num_qo_heads=6)
+    for kind in ("block table", "ragged"):
+        w = replace(one, ragged=kind == "ragged")
+        yield f"latent_decode, {kind}", _latent(w)
+        yield f"latent_decode, {kind}, query tokens, splits", _latent(replace(w, q_len=3), num_splits=2)
+    yield "latent_decode, one scale", _latent(replace(one, layout="tensor576"))
+    yield "latent_decode, page size 1", _latent(replace(one, page_size=1), num_splits=2)
     g = SageCase.small(q_lens=(20, 0, 7, 5), k_lens=(30, 4, 40, 9), ragged=True)
     for precision in ("int8", "fp8"):
         yield f"sage, {precision}", _sage(g, qk_dtype=precision)

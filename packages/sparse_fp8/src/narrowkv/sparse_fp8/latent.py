@@ -19,6 +19,7 @@ from narrowkv.runtime.errors import (
     check_tensor,
 )
 from narrowkv.runtime.launch import active_target, executor, is_compiled
+from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.operation import Bounded
 from narrowkv.sparse_fp8.binding import INT32_MAX, RowsFormat
 from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS
@@ -117,8 +118,8 @@ def _check_sizes(num_qo_heads: int, q_len: int) -> None:
 
 
 def _plan(
-    pages: PagedForm, rows: RowsFormat, query: str, device: torch.device, compiled: bool, sm_scale: float | None,
-    has_sinks: bool, writes_lse: bool, num_splits: int | None, batch_invariant: bool,
+    pages: PagedForm, rows: RowsFormat, query: str, device: torch.device, compiled: bool,
+    sm_scale: float | None, has_sinks: bool, writes_lse: bool, num_splits: int | None, batch_invariant: bool,
 ) -> SparsePlan:  # fmt: skip
     if num_splits is not None and check_positive_int("num_splits", num_splits) > MOST_SPLITS:
         raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
@@ -179,6 +180,7 @@ def _joined(name: str, x: torch.Tensor, q_len: int) -> torch.Tensor:
 _known: Bounded[SparsePlan] = Bounded(1024)
 
 
+@traceable
 def latent_decode(
     q: torch.Tensor,
     rows: torch.Tensor | DSV4Rows,

@@ -7,8 +7,19 @@ from typing import Any
 
 import torch
 
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, plan_of, spell, spelled, traces
+from narrowkv.paged_cache import PageTable
+from narrowkv.runtime.launch.tracing import (
+    OPTIONS_SCHEMA,
+    as_bytes,
+    call_attention,
+    plan_of,
+    register_attention,
+    spell,
+    spelled,
+    traces,
+)
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
+from narrowkv.sparse_fp8.latent import latent_decode
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
 from narrowkv.sparse_fp8.operation import SparsePlan
 from narrowkv.sparse_fp8.rows import DSV4Rows
@@ -172,3 +183,66 @@ def _register(name: str, operation: Callable[..., Any]) -> None:
 
 for _operation in (sparse_prefill, sparse_prefill_fp8, sparse_decode):
     _register(_operation.__name__, _operation)
+
+
+_LATENT_INPUTS = (
+    f"Tensor q, {_ROWS.format('', 'rows')}, Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, "
+    f"Tensor? seq_lens, Tensor? sinks, {OPTIONS_SCHEMA}"
+)
+
+
+def _latent(
+    q: torch.Tensor, data: torch.Tensor, rope: torch.Tensor | None, scale: torch.Tensor | None,
+    page_ids: torch.Tensor, kv_indptr: torch.Tensor | None, kv_last_page_len: torch.Tensor | None,
+    seq_lens: torch.Tensor | None, sinks: torch.Tensor | None, *options: Any, **outputs: Any,
+) -> Any:  # fmt: skip
+    given = spelled(*options)
+    rows = _rows_from("rows", (data, rope, scale), given)
+    table = PageTable(
+        given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
+        given.pop("before_append"),
+    )  # fmt: skip
+    given["plan"] = plan_of(given.pop("plan"))
+    del given["out_dtype"]
+    return latent_decode(q, rows, table, sinks=sinks, **given, **outputs)
+
+
+register_attention("latent_decode", _LATENT_INPUTS, _latent, columns=HEAD_DIM)
+
+
+@traces("latent_decode")
+def traced_latent(
+    q: torch.Tensor,
+    rows: torch.Tensor | DSV4Rows,
+    page_table: PageTable,
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    plan: SparsePlan | None = None,
+    **options: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`latent_decode` through its operators, which check the arguments when they run."""
+    spec = spell(
+        plan=None if plan is None else plan.handle,
+        kind=page_table.kind,
+        page_size=page_table.page_size,
+        before_append=page_table.before_append,
+        out_dtype=None,
+        **_rows_options("rows", rows),
+        **options,
+    )
+    inputs = (
+        q, *_rows_parts(rows), page_table.page_ids, page_table.kv_indptr, page_table.kv_last_page_len,
+        page_table.seq_lens, sinks, *spec,
+    )  # fmt: skip
+    if plan is not None:
+        return_lse = plan.writes_lse  # it says itself
+        if out is None and not return_lse:
+            out = q.new_empty((*q.shape[:2], HEAD_DIM))
+    ops = torch.ops.narrowkv
+    return call_attention(
+        ops.latent_decode, ops.latent_decode_out, q, inputs, out=out, lse=lse, return_lse=return_lse,
+        out_dtype=None, columns=HEAD_DIM,
+    )  # fmt: skip

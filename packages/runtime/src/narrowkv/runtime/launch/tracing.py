@@ -84,8 +84,9 @@ def wide_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def register_attention(
-    name: str, schema: str, call: Callable[..., Any], *, written: Sequence[str] = (), aliases: str = "ab"
-) -> None:
+    name: str, schema: str, call: Callable[..., Any], *, written: Sequence[str] = (), aliases: str = "ab",
+    columns: int | None = None,
+) -> None:  # fmt: skip
     """Registers the operators of an operation whose results are `o` like its query and `lse` like its rows.
 
     `torch.ops.narrowkv.<name>` returns both; `<name>_out` writes into `out` and, unless it is None, `lse`.
@@ -96,6 +97,7 @@ def register_attention(
         call: the operation, with the operator's inputs and the keywords `out`, `lse` and `return_lse`.
         written: inputs that the operation writes to.
         aliases: letters for `out` and `lse` that the schema does not have.
+        columns: of `o`; None for those of its query.
     """
 
     @torch.library.custom_op(
@@ -108,7 +110,8 @@ def register_attention(
     @run.register_fake
     def fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = spelled(*rest[-3:])["out_dtype"] or wide_dtype(q)
-        return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=torch.float32)
+        shape = (*q.shape[:-1], columns or q.shape[-1])
+        return q.new_empty(shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=torch.float32)
 
     @torch.library.custom_op(
         f"narrowkv::{name}_out",
@@ -126,13 +129,15 @@ def register_attention(
 
 def call_attention(
     functional: Any, with_outputs: Any, q: torch.Tensor, inputs: tuple[Any, ...], *, out: torch.Tensor | None,
-    lse: torch.Tensor | None, return_lse: bool, out_dtype: torch.dtype | None,
+    lse: torch.Tensor | None, return_lse: bool, out_dtype: torch.dtype | None, columns: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Calls one of the operators of `register_attention`: the first, unless results are given."""
     if out is None and lse is None:
         o, sums = functional(*inputs)
     else:
-        o = q.new_empty(q.shape, dtype=out_dtype or wide_dtype(q)) if out is None else out
+        o = out
+        if o is None:
+            o = q.new_empty((*q.shape[:-1], columns or q.shape[-1]), dtype=out_dtype or wide_dtype(q))
         if lse is None and return_lse:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         sums = lse
