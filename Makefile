@@ -14,7 +14,7 @@ SGLANG  ?= sglang==0.5.23 torchvision==0.28.0 gguf
 # The folder of `make test-outside`.
 OUTSIDE ?=
 # What `make inspect` looks at.
-OPERATIONS ?= decode prefill sparse sage
+OPERATIONS ?= decode prefill sparse latent sage
 # Extra arguments for the command behind a target: make test ARGS="-k append"
 ARGS   ?=
 

@@ -23,8 +23,8 @@ from narrowkv.sage import SageOperands, sage_attention_quantized
 
 # Tested with their plans.
 IN_TRACED_CALLS = {
-    "append", "batch_prefill", "paged_decode", "prefill_append", "sage_attention", "sparse_decode",
-    "sparse_prefill", "sparse_prefill_fp8",
+    "append", "batch_prefill", "latent_decode", "paged_decode", "prefill_append", "sage_attention",
+    "sparse_decode", "sparse_prefill", "sparse_prefill_fp8",
 }  # fmt: skip
 # These launch nothing, or are plain torch.
 NO_KERNELS = {

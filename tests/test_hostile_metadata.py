@@ -31,10 +31,12 @@ from narrowkv.runtime.launch import Executor, executing
 from narrowkv.runtime.targets import device_target
 from narrowkv.sage import sage_attention
 from narrowkv.sparse_fp8 import (
+    DSV4Rows,
     IndexKeys,
     KVSource,
     index_logits,
     index_topk,
+    latent_decode,
     plan_index_topk,
     sparse_decode,
     sparse_prefill,
@@ -42,6 +44,7 @@ from narrowkv.sparse_fp8 import (
 )
 from narrowkv.testing.cases.decode import DecodeCase
 from narrowkv.testing.cases.indexer import IndexCase
+from narrowkv.testing.cases.latent import LatentCase
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseCase
@@ -475,6 +478,30 @@ def _index_topk(by_length: bool, columns: int) -> Scene:
     return scene
 
 
+def _latent(case: LatentCase, **options: Any) -> Scene:
+    def scene(guarded: Guarded) -> Call:
+        q, rows, table = case.build(guarded.device)
+        q = guarded.place("q", q)
+        if isinstance(rows, DSV4Rows):
+            num_pages = rows.data.shape[0]
+            rows = replace(rows, data=guarded.place("rows", rows.data))
+        else:
+            num_pages = rows.shape[0]
+            rows = guarded.place("rows", rows)
+        table, metadata = guarded.table(table, num_pages)
+        out = guarded.nan("out", *q.shape[:2], 512, dtype=q.dtype)
+        lse = guarded.nan("lse", *q.shape[:2])
+
+        def run() -> Results:
+            latent_decode(q, rows, table, out=out, lse=lse, **options)
+            return {"o": out, "lse": lse}
+
+        own = torch.arange(case.q_len)
+        return Call(run, metadata, len(case.lens), lambda seq: own + seq * case.q_len)
+
+    return scene
+
+
 def _sage(case: SageCase, **options: Any) -> Scene:
     def scene(guarded: Guarded) -> Call:
         q, k, v, starts_q, starts_k = case.build(guarded.device)
@@ -570,6 +597,13 @@ def _register() -> Iterator[tuple[str, Scene]]:
     for columns in (100, 20000):
         yield f"index_topk, bounds, {columns}", _index_topk(False, columns)
         yield f"index_topk, lengths and pages, {columns}", _index_topk(True, columns)
+    one = LatentCase(lens=(20, 5, 33, 9), page_size=8, num_qo_heads=6)
+    for kind in ("block table", "ragged"):
+        w = replace(one, ragged=kind == "ragged")
+        yield f"latent_decode, {kind}", _latent(w)
+        yield f"latent_decode, {kind}, query tokens, splits", _latent(replace(w, q_len=3), num_splits=2)
+    yield "latent_decode, one scale", _latent(replace(one, layout="tensor576"))
+    yield "latent_decode, page size 1", _latent(replace(one, page_size=1), num_splits=2)
     g = SageCase.small(q_lens=(20, 0, 7, 5), k_lens=(30, 4, 40, 9), ragged=True)
     for precision in ("int8", "fp8"):
         yield f"sage, {precision}", _sage(g, qk_dtype=precision)

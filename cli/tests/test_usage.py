@@ -70,9 +70,9 @@ def commands_below(found: Any, *path: str) -> dict[tuple[str, ...], Any]:
 PROGRAM = commands_below(typer.main.get_command(app))
 COMMANDS = {path: command for path, command in PROGRAM.items() if not hasattr(command, "commands")}
 OPERATIONS = {
-    "validate": {"decode", "prefill", "sparse", "sage", "indexer", "topk", "fp4"},
+    "validate": {"decode", "prefill", "sparse", "latent", "sage", "indexer", "topk", "fp4"},
     "bench": {"decode", "prefill", "sparse", "sage", "traffic", "host", "cp"},
-    "inspect": {"decode", "prefill", "sparse", "sage", "indexer", "topk", "model"},
+    "inspect": {"decode", "prefill", "sparse", "latent", "sage", "indexer", "topk", "model"},
     "engines": {"try"},
     "accuracy": {"measure", "train-tiny"},
 }

@@ -22,8 +22,18 @@ from narrowkv.attn_prefill import (
 )
 from narrowkv.paged_cache import PageTable
 from narrowkv.sage import SageShape, plan_sage, sage_attention
-from narrowkv.sparse_fp8 import plan_sparse, sparse_decode, sparse_prefill, sparse_prefill_fp8
+from narrowkv.sparse_fp8 import (
+    DSV4Rows,
+    RowsFormat,
+    latent_decode,
+    plan_latent,
+    plan_sparse,
+    sparse_decode,
+    sparse_prefill,
+    sparse_prefill_fp8,
+)
 from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.latent import LatentCase
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseCase
@@ -293,6 +303,41 @@ class Sparse(Operation):
         arguments["q"].copy_(torch.randn_like(arguments["q"]))
 
 
+class Latent(Operation):
+    """`latent_decode`; sizes are lengths."""
+
+    most_kernels = 4
+
+    def plan(self, device: str = "cpu", **options: Any) -> Any:
+        rows = replace(self.case, lens=(1,)).build(device)[1]
+        stored = (
+            rows.bound.format if isinstance(rows, DSV4Rows) else RowsFormat("bf16", columns=rows.shape[-1])
+        )
+        return plan_latent(
+            num_qo_heads=self.case.num_qo_heads, rows=stored, page_size=16, q_len=self.case.q_len,
+            ragged=self.case.ragged, device=device, return_lse=True,
+            **{**self.largest, **self.options, **options},
+        )  # fmt: skip
+
+    def arguments(self, size: Any, device: str = "cpu") -> Arguments:
+        q, rows, table = replace(self.case, lens=size).build(device)
+        return {"q": q, "rows": rows, "page_table": table}
+
+    def prepare(self, plan: Any, arguments: Arguments) -> Callable[..., Any]:
+        return partial(latent_decode, **arguments, plan=plan)
+
+    def change(self, arguments: Arguments, turn: int) -> None:
+        table = arguments["page_table"]
+        table.seq_lens.copy_(torch.tensor(((500, 300, 17), (1, 299, 0), (433, 16, 12))[turn]))
+        table.page_ids.copy_(table.page_ids.clamp(0).roll(turn, 1))
+        arguments["q"].copy_(torch.randn_like(arguments["q"]))
+
+
+def _latent(name: str, size: tuple[int, ...], **changes: Any) -> Latent:
+    case = LatentCase(num_qo_heads=6, **changes)
+    return Latent(f"latent, {name}", case, {"max_batch": 3, "max_seq_len": 512}, (size,), (), {})
+
+
 def _decode(name: str, gqa_ratio: int = 2, **options: Any) -> Decode:
     shape = DecodeShape(
         batch=3, q_len=1, num_qo_heads=gqa_ratio, num_kv_heads=1, head_dim=64, page_size=16, capacity=96
@@ -435,4 +480,6 @@ CAPTURED: tuple[Operation, ...] = (
     Sage("sage, ragged", SageCase.small(ragged=True), SageShape(3, 150, 150, 2, 1, 64, ragged=True),
          (((70, 7, 73), (70, 7, 73)),), (), {"causal": "bottom_right"}),
     *(replace(each, sizes=((40, 3, 33),)) for each in OPERATIONS if each.kind == "sparse"),
+    _latent("bf16", (500, 300, 17), columns=512),
+    _latent("one scale, two query tokens", (500, 300, 17), layout="tensor512", q_len=2),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from planned_operations import BY_NAME, Arguments, Decode, Operation, Sparse, mapped, same_bits
+from planned_operations import BY_NAME, Arguments, Decode, Latent, Operation, Sparse, mapped, same_bits
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +19,7 @@ from narrowkv.attn_decode import paged_decode
 from narrowkv.paged_cache import PagedKVCache, Rope, append
 from narrowkv.runtime.launch.tracing import as_bytes, spell, spelled
 from narrowkv.sparse_fp8 import KVSource, sparse_prefill
+from narrowkv.testing.cases.latent import LatentCase
 
 
 def _step(
@@ -107,6 +108,11 @@ CALLS: tuple[Operation, ...] = (
     like("sparse, fused", "sparse_prefill_fp8, FP8 query", TOKENS, layout="split", q="fp8"),
     like("sparse, splits", "sparse_decode", TOKENS, layout="split"),
     like("sparse, 16bit", "sparse_decode, 16 bits", TOKENS, options={"num_splits": 2}),
+    Latent("latent_decode", LatentCase(columns=512, num_qo_heads=6), {"max_batch": 4}, DECODES, (), {}),
+    Latent(
+        "latent_decode, one scale", LatentCase(layout="tensor512", num_qo_heads=6, q_len=2, ragged=True),
+        {"max_batch": 4}, DECODES, (), {},
+    ),
 )  # fmt: skip
 CALLS_BY_NAME = {str(each): each for each in CALLS}
 
@@ -117,7 +123,7 @@ def calls(*names: str) -> pytest.MarkDecorator:
 
 READERS = (
     "paged_decode", "batch_prefill", "sage_attention",
-    "sparse_prefill", "sparse_prefill_fp8", "sparse_decode",
+    "sparse_prefill", "sparse_prefill_fp8", "sparse_decode", "latent_decode",
 )  # fmt: skip
 
 

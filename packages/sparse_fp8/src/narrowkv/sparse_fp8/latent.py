@@ -19,6 +19,7 @@ from narrowkv.runtime.errors import (
     check_tensor,
 )
 from narrowkv.runtime.launch import active_target, executor, is_compiled
+from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.operation import Bounded
 from narrowkv.sparse_fp8.binding import INT32_MAX, RowsFormat
 from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS
@@ -179,6 +180,7 @@ def _joined(name: str, x: torch.Tensor, q_len: int) -> torch.Tensor:
 _known: Bounded[SparsePlan] = Bounded(1024)
 
 
+@traceable
 def latent_decode(
     q: torch.Tensor,
     rows: torch.Tensor | DSV4Rows,

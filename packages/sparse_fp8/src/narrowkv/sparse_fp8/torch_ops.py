@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from narrowkv.paged_cache import PageTable
 from narrowkv.runtime.launch.tracing import Results, Tensors, as_bytes, register, traces
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
+from narrowkv.sparse_fp8.latent import latent_decode
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
 from narrowkv.sparse_fp8.operation import SparsePlan
 from narrowkv.sparse_fp8.rows import DSV4Rows
@@ -134,3 +136,61 @@ def _register(name: str, operation: Callable[..., Any]) -> None:
 
 for _operation in (sparse_prefill, sparse_prefill_fp8, sparse_decode):
     _register(_operation.__name__, _operation)
+
+
+_LATENT_INPUTS = (
+    f"Tensor q, {_ROWS.format('', 'rows')}, Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, "
+    "Tensor? seq_lens, Tensor? sinks"
+)
+
+
+def _latent(*args: Any, **outputs: Any) -> Any:
+    q, data, rope, scale, page_ids, kv_indptr, kv_last_page_len, seq_lens, sinks, given = args
+    rows = _rows_from("rows", (data, rope, scale), given)
+    table = PageTable(
+        given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
+        given.pop("before_append"),
+    )  # fmt: skip
+    return latent_decode(q, rows, table, sinks=sinks, **given, **outputs)
+
+
+def _latent_results(tensors: Tensors, options: Mapping[str, Any]) -> Results:
+    q = tensors[0]
+    assert q is not None
+    return ((*q.shape[:2], HEAD_DIM), q.dtype), (q.shape[:2], torch.float32)
+
+
+_latent_operators = register("latent_decode", _LATENT_INPUTS, _latent, _latent_results)
+
+
+@traces("latent_decode")
+def traced_latent(
+    q: torch.Tensor,
+    rows: torch.Tensor | DSV4Rows,
+    page_table: PageTable,
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    plan: SparsePlan | None = None,
+    **options: object,
+) -> Any:
+    """`latent_decode` through its operators, which check the arguments when they run."""
+    spelled = {
+        "plan": plan,
+        "kind": page_table.kind,
+        "page_size": page_table.page_size,
+        "before_append": page_table.before_append,
+        **_rows_options("rows", rows),
+        **options,
+    }
+    tensors = (
+        q, *_rows_parts(rows), page_table.page_ids, page_table.kv_indptr, page_table.kv_last_page_len,
+        page_table.seq_lens, sinks,
+    )  # fmt: skip
+    # A plan says itself whether there is a log-sum-exp.
+    writes = return_lse if plan is None else plan.writes_lse
+    return _latent_operators(
+        tensors, spelled, out, lse, return_lse=writes, allocates=plan is None or writes
+    )  # fmt: skip
