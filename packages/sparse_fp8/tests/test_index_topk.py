@@ -15,6 +15,7 @@ from narrowkv.sparse_fp8.indexer.topk import MOST_COLUMNS, levels_of
 from narrowkv.testing.calls import LaunchRecorder
 from narrowkv.testing.cases.topk import BOUNDS, VALUES, TopkCase, sweep
 from narrowkv.testing.checking import check
+from narrowkv.testing.memory_guards import CheckedInterpreter, GuardZones
 
 pytestmark = pytest.mark.sampled
 
@@ -40,7 +41,7 @@ def test_values_by_bounds_and_launches(columns: int, values: str, bounds: str, d
 
 
 def test_of_equal_logits_the_lower_columns_are_chosen(device: str) -> None:
-    row = torch.tensor([[1.0, 2.0, 1.0, 0.0, -0.0, 2.0, 1.0, 0.0]], device=device)
+    row = torch.tensor([[1.0, 2.0, 1.0, -0.0, 0.0, 2.0, 1.0, 0.0]], device=device)
     for topk, expected in ((1, [1]), (3, [0, 1, 5]), (4, [0, 1, 2, 5]), (6, [0, 1, 2, 3, 5, 6])):
         assert index_topk(row, topk).tolist() == [expected]
     # Across chunks, too.
@@ -81,6 +82,15 @@ def test_rows_apart_lengths_of_either_integer_and_slots(device: str) -> None:
         chosen = index_topk(call.logits, 40, seq_lens=where["seq_lens"], slots=numbers)
         columns = index_topk(call.logits, 40, seq_lens=where["seq_lens"])
         assert torch.equal(chosen, torch.where(columns >= 0, slots[columns.clamp(min=0).long()].int(), -1))
+
+
+def test_columns_beyond_a_table_that_is_too_narrow_have_no_row() -> None:
+    logits = torch.arange(100.0)[None]
+    table = GuardZones().place("block_table", torch.tensor([[5, 2, -1]], dtype=I32))
+    with executing(CheckedInterpreter()):
+        rows = index_topk(logits, 100, block_table=table, page_size=16)
+    expected = [*range(80, 96), *range(32, 48), *[-1] * 68]
+    assert rows.tolist() == [expected]
 
 
 def test_the_result_is_an_index_list_of_sparse_attention(device: str) -> None:
