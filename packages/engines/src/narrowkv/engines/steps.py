@@ -113,13 +113,16 @@ def divide(
     if cut == len(decodes):
         return step
     parts = tuple(
-        _part(step, starts, lens, begin, end) for begin, end in ((0, cut), (cut, len(decodes)))
-    )  # fmt: skip
+        _part(step, starts, lens, begin, end, all(decodes[begin:end]))
+        for begin, end in ((0, cut), (cut, len(decodes)))
+    )
     return replace(step, parts=parts)
 
 
-def _part(step: Step, starts: Sequence[int], lens: Sequence[int] | None, begin: int, end: int) -> Step:
-    """The step of some consecutive requests."""
+def _part(
+    step: Step, starts: Sequence[int], lens: Sequence[int] | None, begin: int, end: int, decodes: bool
+) -> Step:
+    """The step of some consecutive requests, and whether all of them decode."""
     table, first = step.table, starts[begin]
     q_lens = [after - before for before, after in pairwise(starts[begin : end + 1])]
     assert table.seq_lens is not None
@@ -136,6 +139,8 @@ def _part(step: Step, starts: Sequence[int], lens: Sequence[int] | None, begin: 
         max_kv_tokens=0 if own is None else sum(own),
         min_query_len=min(q_lens),
     )  # fmt: skip
+    # A short end of a prompt as a decode would be a kernel that warming up does not reach.
+    part.decodes = part.decodes and decodes
     if not part.decodes:
         part.query_start_loc = step.query_start_loc[begin : end + 1] - first
     return part
