@@ -139,6 +139,22 @@ def test_equal_shares_by_the_loop_of_decode(name: str, block_m: int, operation: 
     _compare(case, inputs, *inputs.run(plan, return_lse=True))
 
 
+@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("operation", ["prefill", "append"])
+def test_sequences_with_fewer_tokens_than_expected_are_served(name: str, operation: str) -> None:
+    """`min_q_len` leaves classes out, and with them no sequence."""
+    q_lens, lens = MIXES[name]
+    if operation == "append":
+        lens = tuple(max(full, new) for full, new in zip(lens, q_lens, strict=True))
+    case = PrefillCase.small(q_lens, lens, operation=operation, **HEADS)
+    inputs = case.inputs()
+    make: Any = plan_append if operation == "append" else plan_prefill
+    plan = make(replace(inputs.plan().shape, min_q_len=FEW + 1), inputs.cache)
+    assert [part.q_lens for part in (*plan.config.few, plan.config)] == [(0, ANY_LEN)]
+    poison_plan(plan)
+    _compare(case, inputs, *inputs.run(plan, return_lse=True))
+
+
 def test_the_caller_cannot_force_splits_of_equal_shares() -> None:
     q, cache, table, starts = PrefillCase.small(**HEADS).build()
     with pytest.raises(UnsupportedError, match="leave num_splits out, got 2"):

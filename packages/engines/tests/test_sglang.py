@@ -232,7 +232,7 @@ def test_steps_over_sglangs_pools_are_attention_over_the_stored_tokens(pool, lay
     layers = [make_layer(index, **options) for index, options in enumerate(layers)]
     sinks = torch.linspace(-1, 2, HEADS).bfloat16() if has_sinks else None
     # A prompt each, more of it (a prefix is cached by then) beside a decode, and two tokens.
-    for new in ([9, 4], [17, 1], [1, 1], [1, 1]):
+    for new in ([9, 20], [3, 1], [1, 1], [1, 1]):
         forward = batch.prepared(new)
         for layer in layers:
             k, _ = batch.check(layer, forward, sinks=sinks)

@@ -168,6 +168,9 @@ def test_decodes_are_served_by_decode_and_prefills_count_their_own_keys(monkeypa
     assert (decodes.max_kv_tokens, prefills.max_kv_tokens, prefills.max_seq_len) == (137, 85, 80)
     (plan,) = steps._prefill_plans.values()
     assert (plan.shape.batch, plan.shape.kv_tokens) == (2, 96)
+    calls.clear()
+    attend(uneven_step((1, 5), (100, 37)), q[:6], filled(32), torch.empty_like(q[:6]), max_batch=4)
+    assert calls == [("paged_decode", 1), ("batch_prefill", 5)]  # the end of a prompt is no decode
 
 
 def test_long_decodes_leave_the_scratch_to_prefills():

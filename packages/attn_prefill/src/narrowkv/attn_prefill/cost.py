@@ -212,6 +212,8 @@ def few_classes(
     classes: list[FewClass] = []
     least = 0
     for bound, rows in bounds:
+        if bound < shape.min_q_len:
+            continue
         classes.append(FewClass((least, bound), rows))
         least = bound + 1
         if longest <= bound:
@@ -231,6 +233,8 @@ def _most_together(target: Target, shape: PrefillShape, formats: tuple[str, str]
 def most_widened(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
     """The most sequences whose keys are widened in calls of up to this shape."""
     least = few_tokens(target, shape, formats, widened) + 1
+    if shape.min_q_len >= least:  # there is no other class
+        return shape.batch
     together = _most_together(target, shape, formats, widened)
     return min(shape.batch, max(shape.sequences_with(least), together, 1))
 

@@ -24,6 +24,8 @@ class PrefillShape:
         max_seq_len: a bound of a sequence's keys.
         kv_tokens: a bound of all sequences' keys together.
         q_dtype: of the query.
+        min_q_len: the fewest query tokens that sequences are expected to have: classes of fewer have no
+            launches. Sequences that have fewer are served by those of the next class.
     """
 
     batch: int
@@ -36,6 +38,7 @@ class PrefillShape:
     max_seq_len: int
     kv_tokens: int
     q_dtype: torch.dtype = torch.bfloat16
+    min_q_len: int = 0
 
     @property
     def gqa_ratio(self) -> int:
@@ -44,7 +47,7 @@ class PrefillShape:
 
     def of_any_sequence(self) -> PrefillShape:
         """The same heads, with a batch and bounds that do not depend on the call."""
-        return replace(self, batch=1, num_tokens=64, max_q_len=64, max_seq_len=1, kv_tokens=1)
+        return replace(self, batch=1, num_tokens=64, max_q_len=64, max_seq_len=1, kv_tokens=1, min_q_len=0)
 
     def sequences_with(self, q_len: int) -> int:
         """The most sequences that can have at least `q_len` query tokens each."""

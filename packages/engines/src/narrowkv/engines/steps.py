@@ -58,6 +58,7 @@ class Step:
         ragged: whether requests may have other numbers of tokens than `num_tokens` and `max_query_len` say,
             which then only `query_start_loc` knows.
         max_kv_tokens: a bound of all requests' keys together, on the host; 0 if there is none.
+        min_query_len: the fewest query tokens of a request, on the host; 0 if it is not known.
         parts: steps of consecutive requests that attention serves one after the other; empty for one call.
     """
 
@@ -68,6 +69,7 @@ class Step:
     table: PageTable
     ragged: bool = False
     max_kv_tokens: int = 0
+    min_query_len: int = 0
     parts: tuple[Step, ...] = ()
 
     @functools.cached_property
@@ -77,14 +79,19 @@ class Step:
         return not self.ragged and few and self.num_tokens == self.table.batch_size * self.max_query_len
 
     @functools.cached_property
-    def prefill_sizes(self) -> tuple[int, int, int, int]:
-        """Maxima of a plan for steps of about this size: batch, max_q_len, max_seq_len, kv_tokens."""
+    def prefill_sizes(self) -> tuple[int, int, int, int, int]:
+        """Bounds of a plan for steps of about this size: batch, max_q_len, max_seq_len, kv_tokens, min_q_len.
+
+        All but kv_tokens are powers of two.
+        """
         batch, max_q_len = _at_least(self.table.batch_size), _at_least(self.max_query_len)
         max_seq_len = max(min(_at_least(self.max_seq_len), self.table.capacity), 1)
         kv_tokens = batch * max_seq_len
         if self.max_kv_tokens:
             kv_tokens = min(kv_tokens, _at_least(self.max_kv_tokens, 4))
-        return batch, max_q_len, max_seq_len, kv_tokens
+        # Classes of few query tokens have at most this many.
+        min_q_len = 1 << min(self.min_query_len, 64).bit_length() >> 1
+        return batch, max_q_len, max_seq_len, kv_tokens, min_q_len
 
 
 def divide(
@@ -101,36 +108,43 @@ def divide(
         lens: keys of each request with those of the step, or bounds of them; None if the host does not know.
         decode_tokens: query tokens up to which a request decodes.
     """
-    decodes = [end - begin <= decode_tokens for begin, end in pairwise(starts)]
+    q_lens = [end - begin for begin, end in pairwise(starts)]
+    decodes = [count <= decode_tokens for count in q_lens]
     if all(decodes):  # a graph that is captured of it is replayed with other lengths
         return step
-    if lens is not None:
-        step = replace(step, max_kv_tokens=max(sum(lens), 1))
+    step = replace(step, max_kv_tokens=0 if lens is None else sum(lens), min_query_len=min(q_lens))
     cut = decodes.index(False) or len(decodes) - decodes[::-1].index(False)
     if cut == len(decodes):
         return step
     parts = tuple(
-        _part(step, starts, lens, begin, end) for begin, end in ((0, cut), (cut, len(decodes)))
-    )  # fmt: skip
+        _part(step, starts, lens, begin, end, all(decodes[begin:end]))
+        for begin, end in ((0, cut), (cut, len(decodes)))
+    )
     return replace(step, parts=parts)
 
 
-def _part(step: Step, starts: Sequence[int], lens: Sequence[int] | None, begin: int, end: int) -> Step:
-    """The step of some consecutive requests."""
+def _part(
+    step: Step, starts: Sequence[int], lens: Sequence[int] | None, begin: int, end: int, decodes: bool
+) -> Step:
+    """The step of some consecutive requests, and whether all of them decode."""
     table, first = step.table, starts[begin]
+    q_lens = [after - before for before, after in pairwise(starts[begin : end + 1])]
     assert table.seq_lens is not None
     assert step.query_start_loc is not None
     own = None if lens is None else lens[begin:end]
     part = Step(
         starts[end] - first,
-        max(after - before for before, after in pairwise(starts[begin : end + 1])),
+        max(q_lens),
         step.max_seq_len if own is None else max(own),
         None,
         PageTable.from_block_table(
             table.page_ids[begin:end], table.seq_lens[begin:end], page_size=table.page_size
         ),
         max_kv_tokens=0 if own is None else sum(own),
+        min_query_len=min(q_lens),
     )  # fmt: skip
+    # A short end of a prompt as a decode would be a kernel that warming up does not reach.
+    part.decodes = part.decodes and decodes
     if not part.decodes:
         part.query_start_loc = step.query_start_loc[begin : end + 1] - first
     return part
@@ -267,11 +281,11 @@ def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, batch_invari
     plan = _prefill_plans.get(key)
     captures = q.is_cuda and torch.cuda.is_current_stream_capturing()
     if plan is None:
-        batch, max_q_len, max_seq_len, kv_tokens = step.prefill_sizes
+        batch, max_q_len, max_seq_len, kv_tokens, min_q_len = step.prefill_sizes
         shape = PrefillShape(
             batch=batch, num_tokens=batch * max_q_len, max_q_len=max_q_len, num_qo_heads=q.shape[1],
             num_kv_heads=cache.num_kv_heads, head_dim=q.shape[2], page_size=cache.page_size,
-            max_seq_len=max_seq_len, kv_tokens=kv_tokens, q_dtype=q.dtype,
+            max_seq_len=max_seq_len, kv_tokens=kv_tokens, q_dtype=q.dtype, min_q_len=min_q_len,
         )  # fmt: skip
         plan = plan_without_memory(
             PrefillPlan, shape, cache, limit=SCRATCH_BYTES, batch_invariant=batch_invariant
