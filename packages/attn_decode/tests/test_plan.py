@@ -12,6 +12,7 @@ import torch
 
 from narrowkv.attn_decode import DecodeShape, paged_decode, paged_decode_reference, plan_decode, planning
 from narrowkv.attn_decode.kernels import _merge_splits_kernel, _paged_decode_kernel
+from narrowkv.attn_decode.options import DecodeArguments, DecodeOptions
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.launch import executing, run_as
 from narrowkv.testing.calls import LaunchRecorder
@@ -251,3 +252,11 @@ def test_validate_reports_wrong_values(match: str, plant: Callable[[PagedKVCache
     for call in calls:
         with pytest.raises(ValueError, match=match):
             call()
+
+
+def test_options_are_the_keywords_of_the_arguments_and_others_are_refused() -> None:
+    assert DecodeOptions.__annotations__.keys() == DecodeArguments._field_defaults.keys()
+    q, cache, table = DecodeCase.small().build()
+    for way in (paged_decode, plan_decode(q, cache, table).run, paged_decode_reference):
+        with pytest.raises(TypeError, match="got an unexpected keyword argument 'window'"):
+            way(q, cache, table, window=3)

@@ -20,7 +20,8 @@ from narrowkv.runtime.targets import Target
 # The values of a call.
 NAMES = (
     "q", "out", "lse", "sinks", "q_descale", "ranges", "tree", "ids", "row", "lens", "num_ids", "max_pages",
-    "qk_scale", "out_scale", "k_balance", "k_offset", "block", "counters",
+    "qk_scale", "out_scale", "cache_k", "cache_v", "cache_k_descale", "cache_v_descale", "k_balance",
+    "k_offset", "block", "counters",
 )  # fmt: skip
 READING = "decode"  # the name by which `bind_cache` knows how decode's kernels read a cache
 

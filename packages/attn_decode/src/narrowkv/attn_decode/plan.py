@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -27,6 +27,7 @@ from narrowkv.attn_decode.launch import (
     power_of_two,
     read_options,
 )
+from narrowkv.attn_decode.options import PLAIN_VALUES, DecodeArguments
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.binding import BoundCache, bind_cache
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
@@ -56,6 +57,11 @@ from narrowkv.runtime.operation import Plan
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.spans import meets, span_bytes
 from narrowkv.runtime.targets import Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.attn_decode.options import DecodeOptions
 
 _LOG2E = math.log2(math.e)
 _MAX_GRID = 2**31 - 1
@@ -160,23 +166,18 @@ class DecodePlan(Plan):
         q: torch.Tensor,
         cache: PagedKVCache,
         page_table: PageTable,
-        *,
-        sm_scale: float | None = None,
-        q_descale: float | torch.Tensor = 1.0,
-        out: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-        sinks: torch.Tensor | None = None,
-        return_lse: bool = False,
-        lse: torch.Tensor | None = None,
-        validate: bool | None = None,
+        **options: Unpack[DecodeOptions],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`paged_decode` by this plan: the same arguments and results.
 
         The first call with some shapes, dtypes, strides and options checks them and prepares its launches;
         later calls with the same ones only launch.
         """
+        return self.call(DecodeArguments(q, cache, page_table, **options))
+
+    def call(self, given: DecodeArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """A call by this plan; see `run`."""
+        q, cache, page_table, q_descale, out, sinks, lse, *_ = given
         bound = self._caches.get(id(cache))
         table = BOUND_TABLES.get(id(page_table))
         if bound is None or table is None:
@@ -190,8 +191,7 @@ class DecodePlan(Plan):
             signature = (
                 bound.number, table.number, table.batch, None if running is None else running.target.name,
                 type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad and torch.is_grad_enabled(),
-                sm_scale, logits_soft_cap, window_left, return_lse, out_dtype,
-                q_descale if type(q_descale) is float else metadata_of(q_descale),
+                given[PLAIN_VALUES], q_descale if type(q_descale) is float else metadata_of(q_descale),
                 None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
                 None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device, lse.requires_grad),
                 None
@@ -203,32 +203,16 @@ class DecodePlan(Plan):
             raise
         call = self.calls.get(signature)
         if call is None:
-            made = self._prepare(
-                bound, table, q, cache, page_table, sm_scale, q_descale, out, out_dtype, logits_soft_cap,
-                window_left, sinks, return_lse, lse,
-            )  # fmt: skip
-            call = self.calls.keep(signature, made)
-        if validate:
+            call = self.calls.keep(signature, self._prepare(bound, table, given))
+        if given.validate:
             check_values(self.shape.capacity, cache, page_table)
         if bound.scales or type(q_descale) is not float:
-            check_scales({**bound.scales, "q_descale": q_descale}, validate)
+            check_scales({**bound.scales, "q_descale": q_descale}, given.validate)
         if out is not None or lse is not None:
-            begin = q.data_ptr()
-            spans = [*bound.spans, *table.spans, (begin, begin + call.q_bytes)]
-            if sinks is not None:
-                begin = sinks.data_ptr()
-                spans.append((begin, begin + call.sinks_bytes))
-            if isinstance(q_descale, torch.Tensor):
-                spans.append(byte_span(q_descale))
-            begin = 0 if out is None else out.data_ptr()
-            met = meets(begin, call.o_bytes, spans)
-            if lse is not None:
-                spans.append((begin, begin + call.o_bytes))
-                met = met or meets(lse.data_ptr(), call.lse_bytes, spans)
-            if met:
-                refuse_overlap(out, lse, _inputs(q, cache, page_table, sinks, q_descale))
+            if _may_overlap(call, bound, table, given):
+                refuse_overlap(out, lse, _inputs(given))
         o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
-        if lse is None and return_lse:
+        if lse is None and given.return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if call.empty:
             o.zero_()
@@ -250,10 +234,11 @@ class DecodePlan(Plan):
                 q=q.view(torch.uint8) if call.q_as_bytes else q, out=o, lse=lse, sinks=sinks,
                 q_descale=q_descale, ranges=table.ranges, tree=table.tree, ids=table.ids, row=table.row,
                 lens=table.lens, num_ids=table.num_ids, max_pages=table.max_pages, qk_scale=qk_scale,
-                out_scale=reading.v_factor, k_balance=transform.balance, k_offset=transform.offset,
-                block=block, counters=counters, **reading.arguments,
+                out_scale=reading.v_factor, cache_k=reading.k.ptr, cache_v=reading.v.ptr,
+                cache_k_descale=reading.k_descale.ptr, cache_v_descale=reading.v_descale.ptr,
+                k_balance=transform.balance, k_offset=transform.offset, block=block, counters=counters,
             )  # fmt: skip
-        return (o, lse) if return_lse and lse is not None else o
+        return (o, lse) if given.return_lse and lse is not None else o
 
     def _bind(self, cache: PagedKVCache) -> BoundCache:
         """The cache as kernel arguments, once it is known to be of this plan's kind."""
@@ -308,30 +293,29 @@ class DecodePlan(Plan):
         options = LaunchOptions(num_warps=config.merge.warps, num_stages=1, launch_pdl=early)
         return attend, self.bind(_merge_splits_kernel, options, **merging)
 
-    def _prepare(
-        self, bound: BoundCache, table: BoundTable, q: torch.Tensor, cache: PagedKVCache,
-        page_table: PageTable, sm_scale: float | None, q_descale: float | torch.Tensor,
-        out: torch.Tensor | None, out_dtype: torch.dtype | None, logits_soft_cap: float, window_left: int,
-        sinks: torch.Tensor | None, return_lse: bool, lse: torch.Tensor | None,
-    ) -> PreparedDecode:  # fmt: skip
+    def _prepare(self, bound: BoundCache, table: BoundTable, given: DecodeArguments) -> PreparedDecode:
         """Checks all that does not change from call to call, and prepares the launches."""
+        q, cache, page_table, q_descale = given.q, given.cache, given.page_table, given.q_descale
+        out, lse, sinks = given.out, given.lse, given.sinks
+        writes_lse = given.return_lse or lse is not None
         shape = decode_shape(q, cache, page_table)
         self._check(shape, q.device, active_target(self.device))
-        scale = q.shape[2] ** -0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
+        scale = q.shape[2] ** -0.5
+        if given.sm_scale is not None:
+            scale = check_finite_float("sm_scale", given.sm_scale)
         scale = fold_q_descale(q, q_descale, scale)
-        soft_cap, (window_left, _) = check_soft_cap(logits_soft_cap), check_windows(window_left)
+        soft_cap, (window_left, _) = check_soft_cap(given.logits_soft_cap), check_windows(given.window_left)
         if table.ranges is not None and window_left >= 0:
             raise ValueError(
                 f"window_left must be -1 for a page table with key_ranges, got {window_left}: the ranges say "
                 "which keys a window leaves out"
             )
         check_no_grad(q=q, k=cache.k, v=cache.v)
-        inputs = _inputs(q, cache, page_table, sinks, q_descale)
-        out_dtype = check_results(q, out, lse, sinks, out_dtype, inputs)
+        out_dtype = check_results(q, out, lse, sinks, given.out_dtype, _inputs(given))
         batch, config = shape.batch, self.config_for(shape.batch)
         attend, merge = self._bound_launches(
             bound, batch, page_table.kind == "ragged", window_left, soft_cap > 0, sinks is not None,
-            return_lse or lse is not None,
+            writes_lse,
         )  # fmt: skip
         logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
         if q.dtype.itemsize == 1:
@@ -363,13 +347,11 @@ class DecodePlan(Plan):
             (q.stride(0), q.stride(1), token, head, q.shape[1] if lse is None else lse.stride(0)),
             (programs, batch * shape.num_kv_heads * shape.q_len * shape.gqa_ratio),
             num_pages=cache.num_pages, soft_cap=soft_cap, logit_scale=logit_scale,
-            lse=return_lse or lse is not None, sinks=sinks is not None,
+            lse=writes_lse, sinks=sinks is not None,
             q_descale=isinstance(q_descale, torch.Tensor),
         )  # fmt: skip
         return PreparedDecode(
-            launches=PreparedCall((*NAMES, *bound.readings[READING].arguments), steps)
-            if batch and programs
-            else None,
+            launches=PreparedCall(NAMES, steps) if batch and programs else None,
             empty=cache.num_pages == 0 or table.max_pages == 0,
             num_bytes=block_bytes(blocks),
             counters=counters,
@@ -398,9 +380,25 @@ class DecodePlan(Plan):
             )
 
 
-def _inputs(
-    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, sinks: torch.Tensor | None,
-    q_descale: float | torch.Tensor,
-) -> dict[str, Any]:  # fmt: skip
+def _inputs(given: DecodeArguments) -> dict[str, Any]:
     """What a call reads, by the names of messages."""
-    return {"q": q, **tensors_of(cache, page_table), "sinks": sinks, "q_descale": q_descale}
+    tensors = tensors_of(given.cache, given.page_table)
+    return {"q": given.q, **tensors, "sinks": given.sinks, "q_descale": given.q_descale}
+
+
+def _may_overlap(call: PreparedDecode, bound: BoundCache, table: BoundTable, given: DecodeArguments) -> bool:
+    """Whether a result may share memory with what a call reads, or the other one; the checks say which."""
+    out, lse, sinks, q_descale = given.out, given.lse, given.sinks, given.q_descale
+    begin = given.q.data_ptr()
+    spans = [*bound.spans, *table.spans, (begin, begin + call.q_bytes)]
+    if sinks is not None:
+        begin = sinks.data_ptr()
+        spans.append((begin, begin + call.sinks_bytes))
+    if isinstance(q_descale, torch.Tensor):
+        spans.append(byte_span(q_descale))
+    begin = 0 if out is None else out.data_ptr()
+    met = meets(begin, call.o_bytes, spans)
+    if lse is not None:
+        spans.append((begin, begin + call.o_bytes))
+        met = met or meets(lse.data_ptr(), call.lse_bytes, spans)
+    return met

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
+from narrowkv.attn_decode.options import DecodeArguments
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant import lse_correction
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.attn_decode.options import DecodeOptions
 
 
 def paged_decode_reference(
@@ -15,27 +22,21 @@ def paged_decode_reference(
     cache: PagedKVCache,
     page_table: PageTable,
     *,
-    sm_scale: float | None = None,
-    q_descale: float | torch.Tensor = 1.0,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
     plan: object = None,
+    **options: Unpack[DecodeOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`paged_decode` in float32, sequence by sequence; same arguments; reads lengths on the host.
 
     The result is float32 unless `out_dtype` or `out` says otherwise.
     """
+    given = DecodeArguments(q, cache, page_table, **options)
     batch = page_table.batch_size
     q_len = q.shape[0] // batch if batch else 1
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     gqa_ratio = q.shape[1] // num_kv_heads
-    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    scale = head_dim**-0.5 if given.sm_scale is None else given.sm_scale
     if q.dtype.itemsize == 1:
-        q = q.float() * q_descale
+        q = q.float() * given.q_descale
     shift = None
     if (transform := cache.key_transform) is not None:
         if transform.offset is not None:
@@ -53,8 +54,8 @@ def paged_decode_reference(
         s = torch.einsum("qhgd,lhd->qhgl", query, k) * scale
         if shift is not None:
             s += shift[rows].view(*s.shape[:3], 1)
-        if logits_soft_cap > 0:
-            s = logits_soft_cap * torch.tanh(s / logits_soft_cap)
+        if (cap := given.logits_soft_cap) > 0:
+            s = cap * torch.tanh(s / cap)
         key = torch.arange(kv_len, device=q.device)[None]
         position = (kv_len - q_len + torch.arange(q_len, device=q.device))[:, None]
         keep = key <= position
@@ -68,14 +69,14 @@ def paged_decode_reference(
             new = key - (kv_len - q_len)
             seen = (mask[seq][:, None] >> new.clamp(0, 8 * mask.element_size() - 1)) & 1
             keep = keep & ((new < 0) | seen.bool())
-        if window_left >= 0:
-            keep &= key >= position - window_left
+        if given.window_left >= 0:
+            keep &= key >= position - given.window_left
         s = s.masked_fill(~keep[:, None, None], -math.inf)
         log_sum = torch.logsumexp(s, -1)
         denominator = log_sum
-        if sinks is not None:
+        if given.sinks is not None:
             denominator = torch.logaddexp(
-                log_sum, sinks.float().view(num_kv_heads, gqa_ratio).expand_as(log_sum)
+                log_sum, given.sinks.float().view(num_kv_heads, gqa_ratio).expand_as(log_sum)
             )
         # Keys that a row does not attend to have no part in it, not even 0 * NaN.
         p = torch.exp(s - denominator[..., None]).masked_fill(
@@ -86,11 +87,13 @@ def paged_decode_reference(
         poisoned = torch.einsum("ql,lhd->qhd", keep.float(), torch.isnan(v).float())[:, :, None] > 0
         o[rows] = result.masked_fill(poisoned.expand_as(result), math.nan).reshape(q_len, -1, head_dim)
         lse[rows] = log_sum.reshape(q_len, -1)
-    if out is not None:
-        o = out.copy_(o)
-    elif out_dtype is not None:
-        o = o.to(out_dtype)
-    return (o, lse) if return_lse else o
+    if given.out is not None:
+        o = given.out.copy_(o)
+    elif given.out_dtype is not None:
+        o = o.to(given.out_dtype)
+    if given.lse is not None:
+        lse = given.lse.copy_(lse)
+    return (o, lse) if given.return_lse else o
 
 
 def merge_states_reference(

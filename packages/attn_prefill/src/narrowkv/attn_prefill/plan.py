@@ -232,7 +232,7 @@ class PrefillPlan(PrefillSettings):
                 )
             begins = starts if call.starts_as_is else starts.contiguous()
             rotated = _NOTHING if turn is None else turn.arguments
-            optional, new = _NOTHING, _NOTHING if bound.store is None else bound.store.arguments
+            optional = _NOTHING
             if call.has_options:
                 optional = {"lse": lse, "sinks": sinks, "q_descale": q_descale, "shift": shift}
             for served in call.classes:
@@ -247,7 +247,7 @@ class PrefillPlan(PrefillSettings):
                     q=rows, out=o, starts=begins, ids=table.ids, row=table.row, lens=table.lens,
                     num_ids=table.num_ids, max_pages=table.max_pages if bound.num_pages else 0,
                     qk_scale=call.logit_scale * reading.k_factor, out_scale=reading.v_factor / served.p_scale,
-                    **served.sizes, **reading.arguments, **new, **rotated, **optional, **own,
+                    **served.sizes, **reading.arguments, **bound.new_arguments, **rotated, **optional, **own,
                 )  # fmt: skip
         elif call.decodes:
             decode = self.decode or decode_plan_for_call(q, cache, given.page_table, False)
@@ -430,7 +430,7 @@ class PrefillPlan(PrefillSettings):
         if kind.has_options:
             names += ["lse", "sinks", "q_descale", "shift"]
         if bound.store is not None:
-            names += ["k_new", "v_new", "given_q", "k_scale", *bound.store.arguments]
+            names += ["k_new", "v_new", "given_q", "k_scale", *bound.new_arguments]
         if turn is not None:
             names += turn.arguments
         if route.in_pages:

@@ -327,10 +327,9 @@ def append(
         check_scales(store.scales, validate)
     values = {
         **store.arguments, "k_new_ptr": k_new, "v_new_ptr": v_new, "slots": slot_mapping,
-        "slot_step": slot_mapping.stride(0), "tokens": tokens,
+        "slot_step": slot_mapping.stride(0), "tokens": tokens, "num_slots": store.num_slots,
+        "k_offset": store.k_offset if k_offset is None else k_offset, "k_balance": store.k_balance,
     }  # fmt: skip
-    if k_offset is not None:
-        values["k_offset"] = k_offset
     if bound_rope is not None:
         values |= bound_rope.arguments
     if q is not None:

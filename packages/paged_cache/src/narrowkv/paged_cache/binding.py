@@ -92,7 +92,8 @@ class BoundCache:
 
     Attributes:
         readings: the cache as each kind of kernel reads it, by the names that `bind_cache` was given.
-        store: the cache as new tokens are written to it; None for a plan that does not append.
+        store: the cache as new tokens are written to it; None for a plan that does not append. new_arguments:
+            its tensors and numbers, and those of the transform, as values of a call, by name.
         transform: what keys and queries go through, without effect if the cache has no `key_transform`.
         transforms: whether it has one.
         num_pages: pages of the cache.
@@ -104,6 +105,7 @@ class BoundCache:
 
     readings: dict[str, Reading]
     store: Store | None
+    new_arguments: dict[str, Any]
     transform: KeyTransform
     transforms: bool
     num_pages: int
@@ -155,8 +157,11 @@ def bind_cache(
         None if transform is None else (transform.rotated, *(x is None for x in static)),
         *(_kind_of(reading) for reading in readings.values()),
     )  # fmt: skip
+    new: dict[str, Any] = {} if store is None else {**store.arguments}
+    if store is not None and transform is not None:
+        new |= {"k_offset": transform.offset, "k_balance": transform.balance}
     known[key] = BoundCache(
-        readings, store, transform or _NO_TRANSFORM, transform is not None, cache.num_pages,
+        readings, store, new, transform or _NO_TRANSFORM, transform is not None, cache.num_pages,
         cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static),
         static_scales(cache), _numbers.setdefault(signature, len(_numbers)),
     )  # fmt: skip

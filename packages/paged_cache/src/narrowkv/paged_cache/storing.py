@@ -32,7 +32,8 @@ class Store(NamedTuple):
         num_slots: tokens that the cache holds.
         constants: names and values of `tl.constexpr` arguments.
         kind: a number that caches with the same constants, strides and device share.
-        arguments: tensors, descales and the number of slots as values of a call, by name.
+        arguments: tensors and descales as values of a call, by name.
+        k_offset, k_balance: of the cache's `key_transform`, or None.
         spans: byte addresses of what is written, each as `byte_span` gives it; hull: the least and the
             greatest of them.
         scales: scale tensors that are read and not written, by name.
@@ -48,6 +49,8 @@ class Store(NamedTuple):
     constants: tuple[tuple[str, Any], ...]
     kind: int
     arguments: dict[str, Any]
+    k_offset: torch.Tensor | None
+    k_balance: torch.Tensor | None
     spans: tuple[tuple[int, int], ...]
     hull: tuple[int, int]
     scales: dict[str, torch.Tensor]
@@ -100,11 +103,7 @@ def _make_store(cache: PagedKVCache) -> Store:
     )
     metadata += (transform.offset is not None, transform.balance is not None)
     number = _kinds.setdefault((constants, metadata, cache.k.device), len(_kinds))
-    arguments = {
-        "num_slots": cache.num_pages * cache.page_size,
-        "k_offset": transform.offset,
-        "k_balance": transform.balance,
-    }
+    arguments: dict[str, Any] = {}
     for name, struct in zip(_STRUCTS, pointers, strict=True):
         arguments |= named_values(f"new_{name}", struct)
     k, v, k_descale, v_descale = pointers
@@ -121,6 +120,8 @@ def _make_store(cache: PagedKVCache) -> Store:
         constants,
         number,
         arguments,
+        transform.offset,
+        transform.balance,
         spans,
         hull,
         static_scales(cache),

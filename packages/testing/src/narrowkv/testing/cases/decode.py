@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode.api import paged_decode
+from narrowkv.attn_decode.options import DecodeOptions
 from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.attn_decode.planning import plan_decode
 from narrowkv.attn_decode.reference import paged_decode_reference
@@ -107,11 +108,9 @@ class DecodeCase(CacheCase):
         q, cache, table = self._draw(generator, device)
         sinks = torch.randn(q.shape[1], generator=generator).to(device) if self.sinks else None
         options: dict[str, Any] = {
-            "logits_soft_cap": self.logits_soft_cap,
-            "window_left": self.window_left,
-            "sinks": sinks,
-            "out_dtype": self.out_dtype,
+            name: getattr(self, name) for name in DecodeOptions.__annotations__ if hasattr(self, name)
         }
+        options["sinks"] = sinks
         if q.dtype.itemsize == 1:
             options["q_descale"] = Q_DESCALE
         return DecodeInputs(q, cache, table, options, self.split or None, self.kernel or None)
