@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from generated_code import TARGETS, compile_case
+import torch
+from generated_code import TARGETS, assert_no_spills, compile_case
 
+from narrowkv.sparse_fp8 import IndexKeys, append_index_keys
 from narrowkv.testing.cases import parse_case
-from narrowkv.testing.cases.indexer import IndexCase, shipped
+from narrowkv.testing.cases.indexer import FORMATS, IndexCase, shipped
 from narrowkv.testing.cases.topk import TopkCase
 from narrowkv.testing.cases.topk import shipped as shipped_topk
-from narrowkv.testing.codegen import KernelCode
+from narrowkv.testing.codegen import KernelCode, compile_call
 
 pytestmark = pytest.mark.sampled(most=4)
 FNUZ = "q=fp8_e4m3fnuz,format=fp8_e4m3fnuz"
@@ -32,6 +34,24 @@ def test_nothing_spills_on_hopper(case: IndexCase | TopkCase, sm90_code: Any) ->
     for kernel in sm90_code.kernels:
         assert kernel.stack_bytes() == 0
         assert kernel.shared_bytes <= 113 * 1024, "two programs fit a multiprocessor"
+
+
+def _append() -> None:
+    k, angle = torch.randn(64, 128).bfloat16(), torch.rand(30, 32)
+    for format in FORMATS:
+        keys = IndexKeys(torch.zeros(2, 64, 128, dtype=torch.uint8), torch.zeros(2, 64), format)
+        where = {"cos": angle, "sin": angle, "positions": torch.arange(64)}
+        append_index_keys(k, keys, torch.arange(64), **where, hadamard=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_writer_does_not_spill(target: str) -> None:
+    assert_no_spills(compile_call(target, _append))
+
+
+def test_the_writer_does_not_spill_on_hopper(sm90_code: Any) -> None:
+    _append()
+    assert [kernel.stack_bytes() for kernel in sm90_code.kernels] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from generated_code import both_targets
 
+from narrowkv.sparse_fp8 import IndexKeys, append_index_keys, append_index_keys_reference
 from narrowkv.testing.cases import parse_case
 from narrowkv.testing.cases.indexer import IndexCase, quick
 from narrowkv.testing.cases.topk import TopkCase
@@ -47,6 +48,26 @@ def test_machine_code_chooses_exactly_the_columns_of_the_reference(name: str, ta
     case = parse_case(TopkCase, TOPK[name])
     result = run_case(case, context=lambda: emulating(target, detect_hazards=True))
     assert result.passed, result.detail
+
+
+@pytest.mark.sampled(most=2)
+@both_targets
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_machine_code_writes_the_bytes_of_the_reference(shuffled: bool, target: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    k, angle = torch.randn(20, 128, generator=generator).bfloat16(), torch.rand(30, 32, generator=generator)
+    found, expected = (
+        IndexKeys(torch.zeros(2, 32, 128, dtype=torch.uint8), torch.zeros(2, 32), shuffled=shuffled)
+        for _ in range(2)
+    )
+    slots, positions = torch.randperm(64, generator=generator)[:20], torch.arange(20)
+    slots[3] = -1
+    options = {"cos": angle.cos(), "sin": angle.sin(), "positions": positions, "hadamard": True}
+    with emulating(target, detect_hazards=True):
+        append_index_keys(k, found, slots, **options)
+    append_index_keys_reference(k, expected, slots, **options)
+    assert torch.equal(found.values, expected.values)
+    assert torch.equal(found.scale, expected.scale)
 
 
 @pytest.mark.sampled(most=1)

@@ -34,6 +34,7 @@ from narrowkv.sparse_fp8 import (
     DSV4Rows,
     IndexKeys,
     KVSource,
+    append_index_keys,
     index_logits,
     index_topk,
     latent_decode,
@@ -441,6 +442,48 @@ def _index_logits(case: IndexCase) -> Scene:
     return scene
 
 
+def _append_index_keys(layout: str, **options: Any) -> Scene:
+    """A token is a sequence of its own, and has a page of its own."""
+
+    def scene(guarded: Guarded) -> Call:
+        tokens, size, generator = 6, 16, torch.Generator().manual_seed(0)
+        keys = IndexKeys.quantize(torch.zeros(2 * tokens * size, 32), page_size=size)
+        values, scale = (
+            guarded.place(name, x.contiguous().to(guarded.device))
+            for name, x in (("values", keys.values), ("scale", keys.scale))
+        )
+        if layout == "rows":
+            values, scale = values.view(-1, 32), scale.view(-1)
+        keys = IndexKeys(values, scale, shuffled=layout == "shuffled")
+        k = guarded.place("k", torch.randn(tokens, 32, generator=generator).to(guarded.device))
+        pages = torch.randperm(2 * tokens, generator=generator)[:tokens]
+        slots = guarded.integers("slot_mapping", (pages * size + 1).to(guarded.device))
+        metadata: dict[str, Numbers | Starts] = {
+            "slot_mapping": Numbers(slots, 2 * tokens * size - 1, int, skipped)
+        }
+        given = dict(options)
+        if options:
+            angle = torch.rand(5, 8, generator=generator).to(guarded.device)
+            given["cos"], given["sin"] = guarded.place("cos", angle.cos()), guarded.place("sin", angle.sin())
+            positions = torch.arange(tokens, device=guarded.device) % 5
+            given["positions"] = guarded.integers("positions", positions)
+            metadata["positions"] = Numbers(given["positions"], 4, int, nearest)
+
+        def run() -> Results:
+            append_index_keys(k, keys, slots, **given)
+            return {}
+
+        def written(seq: int) -> torch.Tensor:
+            return pages[seq : seq + 1] * (size if layout == "rows" else 1) + (layout == "rows")
+
+        return Call(
+            run, metadata, tokens, lambda seq: torch.zeros(0), {"values": values, "scale": scale[..., None]},
+            written,
+        )  # fmt: skip
+
+    return scene
+
+
 def _index_topk(by_length: bool, columns: int) -> Scene:
     """Of 3 sequences with 2 tokens each, with rows of pages; or of 3 tokens with bounds."""
 
@@ -594,6 +637,9 @@ def _register() -> Iterator[tuple[str, Scene]]:
     for layout in ("rows", "pages", "packed", "shuffled"):
         yield f"index_logits, {layout}", _index_logits(IndexCase.small(layout=layout, lens=(40, 5, 21)))
     yield "index_logits, 3 tokens", _index_logits(IndexCase.small(q_len=3, lens=(40, 5, 21)))
+    for layout in ("rows", "pages", "shuffled"):
+        yield f"append_index_keys, {layout}", _append_index_keys(layout)
+    yield "append_index_keys, rope", _append_index_keys("pages", style="gptj")
     for columns in (100, 20000):
         yield f"index_topk, bounds, {columns}", _index_topk(False, columns)
         yield f"index_topk, lengths and pages, {columns}", _index_topk(True, columns)

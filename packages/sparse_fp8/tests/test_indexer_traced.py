@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from narrowkv.runtime.launch.tracing import as_bytes, spell
 from narrowkv.sparse_fp8 import (
     IndexKeys,
     KVSource,
+    append_index_keys,
     index_logits,
     index_topk,
     plan_index_logits,
     plan_index_topk,
     sparse_decode,
 )
+from narrowkv.sparse_fp8.indexer.torch_ops import _tensors
 from narrowkv.testing.cases.indexer import IndexCase, IndexInputs
 
 TOPK = 8
@@ -74,9 +77,23 @@ def test_outputs_and_plans_in_a_trace() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_operators_keep_what_they_say(layout: str) -> None:
-    from narrowkv.runtime.launch.tracing import as_bytes, spell
+def test_an_append_and_the_logits_over_it_are_one_graph(layout: str) -> None:
+    torch.compiler.reset()
 
+    def step(k: torch.Tensor, slots: torch.Tensor, inputs: IndexInputs) -> torch.Tensor:
+        append_index_keys(2 * k, inputs.keys, slots, hadamard=True)
+        return index_logits(inputs.q, inputs.weights, inputs.keys, **inputs.where)
+
+    k, slots = torch.randn(5, 32).bfloat16(), torch.tensor([3, 40, 17, -1, 8], dtype=I32)
+    own, traced = _inputs(layout), _inputs(layout)
+    expected = step(k, slots, own)
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(k, slots, traced)
+    assert torch.equal(found, expected)
+    assert torch.equal(own.keys.native.view(torch.uint8), traced.keys.native.view(torch.uint8))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operators_keep_what_they_say(layout: str) -> None:
     t = _inputs(layout)
     options = spell(
         q_dtype=t.q.dtype,
@@ -87,7 +104,7 @@ def test_operators_keep_what_they_say(layout: str) -> None:
         plan=None,
     )
     where = [t.where.get(name) for name in ("starts", "ends", "block_table", "seq_lens")]
-    inputs = (as_bytes(t.q), t.weights, as_bytes(t.keys.values), t.keys.scale, *where, *options)
+    inputs = (as_bytes(t.q), t.weights, *_tensors(t.keys), *where, *options)
     torch.library.opcheck(torch.ops.narrowkv.index_logits, inputs)
     logits = torch.randn(3, 40)
     inputs = (logits, None, None, None, None, None, *spell(topk=5, page_size=None, plan=None))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from narrowkv.quant import check_storage, decode, quantize_per_token_head
+from narrowkv.quant import check_storage, decode, encode, get_format
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
@@ -25,6 +25,7 @@ SHUFFLED_TILE = 16
 """Keys, and bytes of a key, of a tile of shuffled pages."""
 _SCALE_BYTES = 4
 _INT32_MAX = 2**31 - 1
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class IndexKeys:
             after the other, as AITER's matrix instructions read them.
 
     Attributes:
+        buffer: the packed pages that hold values and scales; None for other keys.
         stored: how the keys are stored.
 
     Raises:
@@ -87,6 +89,7 @@ class IndexKeys:
     scale: torch.Tensor
     format: str = "fp8_e4m3fn"
     shuffled: bool = False
+    buffer: torch.Tensor | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         """Checks the tensors, so that every object can be read safely."""
@@ -144,8 +147,7 @@ class IndexKeys:
             raise ValueError(f"buffer must have one of {wanted} bytes a key, got {row}")
         if (page_size > 1 and buffer.stride(1) != row) or buffer.stride(2) != 1:
             raise ValueError(f"buffer must have contiguous pages, got strides {list(buffer.stride())}")
-        first = buffer.storage_offset() + (buffer.data_ptr() if pages == 0 else 0)
-        if buffer.stride(0) % _SCALE_BYTES or first % _SCALE_BYTES:
+        if buffer.stride(0) % _SCALE_BYTES or buffer.storage_offset() % _SCALE_BYTES:
             raise ValueError(
                 f"buffer must begin, and have a stride between pages, at a multiple of {_SCALE_BYTES} bytes, "
                 f"got offset {buffer.storage_offset()} and stride {buffer.stride(0)}"
@@ -153,24 +155,37 @@ class IndexKeys:
         flat = buffer.as_strided((pages, page_size * row), (buffer.stride(0), 1))
         values = flat[:, : page_size * head_dim].view(pages, page_size, head_dim)
         scale = flat[:, page_size * head_dim :].view(torch.float32)
-        return cls(values, scale, format, shuffled)
+        keys = cls(values, scale, format, shuffled)
+        object.__setattr__(keys, "buffer", buffer)
+        return keys
 
     @classmethod
     def quantize(
-        cls, x: torch.Tensor, *, format: str = "fp8_e4m3fn", page_size: int | None = None
+        cls,
+        x: torch.Tensor,
+        *,
+        format: str = "fp8_e4m3fn",
+        page_size: int | None = None,
+        pow2_scales: bool = False,
     ) -> IndexKeys:
-        """Keys from numbers: each key's scale is its largest magnitude over the format's largest.
+        """Keys from numbers: each key's scale is `max(amax, 1e-4)` over the format's largest number.
 
         Args:
             x: fp32, bf16 or fp16 `[num_keys, head_dim]`.
             format: as for `IndexKeys`.
             page_size: stores the keys in packed pages of so many tokens; None stores them without pages.
+            pow2_scales: rounds scales up to powers of two.
 
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         check_shape("x", x, ("num_keys", "head_dim"))
-        values, scale = quantize_per_token_head(x, format)
+        check_choice("format", format, INDEX_FORMATS)
+        magnitude = x.float().abs().nan_to_num(0.0, posinf=torch.inf).clamp(max=_LARGEST)
+        scale = magnitude.amax(-1).clamp(min=1e-4) / get_format(format).max_value
+        if pow2_scales:
+            scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        values = encode(x.float() / scale[:, None], format)
         if page_size is None:
             return cls(values, scale, format)
         check_positive_int("page_size", page_size)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from narrowkv.quant import decode
+from narrowkv.quant import hadamard as rotate
 from narrowkv.sparse_fp8.indexer.keys import IndexKeys
 
-__all__ = ["index_logits_reference", "index_topk_reference"]
+__all__ = ["append_index_keys_reference", "index_logits_reference", "index_topk_reference"]
 
 
 def index_logits_reference(
@@ -54,6 +55,49 @@ def _logits(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch
     """fp64 `[num_tokens, num_keys]`; a product that is NaN counts as 0."""
     products = torch.einsum("thd,nd->thn", q, keys)
     return torch.einsum("thn,th->tn", torch.where(products > 0, products, 0.0), weights)
+
+
+def append_index_keys_reference(
+    k: torch.Tensor,
+    keys: IndexKeys,
+    slot_mapping: torch.Tensor,
+    *,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    style: str = "neox",
+    hadamard: bool = False,
+    pow2_scales: bool = False,
+) -> None:
+    """`append_index_keys` in plain torch; see there."""
+    x = k.float()
+    if cos is not None and sin is not None and positions is not None:
+        at = positions.long().clamp(0, cos.shape[0] - 1)
+        half, c, s = cos.shape[1], cos[at].float(), sin[at].float()
+        x = x.clone()
+        first, second = slice(0, half), slice(half, 2 * half)
+        if style == "gptj":
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        a, b = x[:, first].clone(), x[:, second].clone()
+        x[:, first], x[:, second] = a * c + -b * s, b * c + a * s
+    if hadamard:
+        x = rotate(x)
+    new = IndexKeys.quantize(x, format=keys.format, pow2_scales=pow2_scales)
+    size = max(1, keys.stored.page_size)
+    slots = slot_mapping.long()
+    good = (slots >= 0) & (slots < keys.num_pages * size)
+    slots, values, scale = slots[good], new.values[good].view(torch.uint8), new.scale[good]
+    stored = keys.values.view(torch.uint8)
+    if not keys.is_paged:
+        stored[slots], keys.scale[slots] = values, scale
+        return
+    page, within = slots // size, slots % size
+    keys.scale[page, within] = scale
+    if not keys.shuffled:
+        stored[page, within] = values
+        return
+    tiles = stored.view(keys.num_pages, size // 16, -1, 16, 16)
+    tiles[page, within // 16, :, within % 16] = values.view(len(slots), -1, 16)
 
 
 def index_topk_reference(

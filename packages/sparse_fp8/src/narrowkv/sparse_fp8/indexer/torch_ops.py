@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, plan_of, spell, spelled, traces
+from narrowkv.sparse_fp8.indexer.append import append_index_keys
 from narrowkv.sparse_fp8.indexer.keys import IndexKeys
 from narrowkv.sparse_fp8.indexer.logits import IndexLogitsPlan, index_logits
 from narrowkv.sparse_fp8.indexer.topk import IndexTopkPlan, index_topk
 
 _LOGITS = (
-    "Tensor q, Tensor weights, Tensor values, Tensor scale, Tensor? starts, Tensor? ends, "
+    "Tensor q, Tensor weights, Tensor values, Tensor? scale, Tensor? starts, Tensor? ends, "
     f"Tensor? block_table, Tensor? seq_lens, {OPTIONS_SCHEMA}"
 )
 _TOPK = (
@@ -22,13 +23,26 @@ _TOPK = (
 )
 
 
+def _tensors(keys: IndexKeys) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys as operators take them: packed pages in one tensor, since tensors that share memory cannot be."""
+    return (as_bytes(keys.values), keys.scale) if keys.buffer is None else (keys.buffer, None)
+
+
+def _keys(values: torch.Tensor, scale: torch.Tensor | None, options: dict[str, Any]) -> IndexKeys:
+    """The keys of `_tensors`; takes their own options out of `options`."""
+    format, shuffled = options.pop("format"), options.pop("shuffled")
+    if scale is None:
+        return IndexKeys.packed(values, format=format, shuffled=shuffled)
+    return IndexKeys(values, scale, format, shuffled)
+
+
 def _logits(
-    q: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, scale: torch.Tensor,
+    q: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None,
     starts: torch.Tensor | None, ends: torch.Tensor | None, block_table: torch.Tensor | None,
     seq_lens: torch.Tensor | None, *options: Any, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     given = spelled(*options)
-    keys = IndexKeys(values, scale, given.pop("format"), given.pop("shuffled"))
+    keys = _keys(values, scale, given)
     given["plan"] = plan_of(given.pop("plan"))
     return index_logits(
         q.view(given.pop("q_dtype")), weights, keys, starts=starts, ends=ends, block_table=block_table,
@@ -120,7 +134,7 @@ def traced_index_logits(
         plan=None if plan is None else plan.handle,
     )  # fmt: skip
     inputs = (
-        as_bytes(q), weights, as_bytes(keys.values), keys.scale, starts, ends, block_table, seq_lens, *spec
+        as_bytes(q), weights, *_tensors(keys), starts, ends, block_table, seq_lens, *spec
     )  # fmt: skip
     result: torch.Tensor = _traced_logits(inputs, out)
     return result
@@ -144,3 +158,39 @@ def traced_index_topk(
     spec = spell(topk=topk, page_size=page_size, plan=None if plan is None else plan.handle)
     result: torch.Tensor = _traced_topk((logits, starts, ends, seq_lens, block_table, slots, *spec), out)
     return result
+
+
+@torch.library.custom_op(
+    "narrowkv::append_index_keys",
+    mutates_args=("values", "scale"),
+    schema=(
+        "(Tensor k, Tensor(a!) values, Tensor(b!)? scale, Tensor slot_mapping, Tensor? cos, Tensor? sin, "
+        f"Tensor? positions, {OPTIONS_SCHEMA}) -> ()"
+    ),
+)
+def _append_op(*args: Any) -> None:
+    k, values, scale, slot_mapping, cos, sin, positions, *options = args
+    given = spelled(*options)
+    keys = _keys(values, scale, given)
+    append_index_keys(k, keys, slot_mapping, cos=cos, sin=sin, positions=positions, **given)
+
+
+@_append_op.register_fake
+def _append_fake(*args: object) -> None:
+    """Writes into the keys, and returns nothing."""
+
+
+@traces("append_index_keys")
+def traced_append(
+    k: torch.Tensor,
+    keys: IndexKeys,
+    slot_mapping: torch.Tensor,
+    *,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    **options: object,
+) -> None:
+    """`append_index_keys` through its operator, which checks the arguments when it runs."""
+    spec = spell(format=keys.format, shuffled=keys.shuffled, **options)
+    torch.ops.narrowkv.append_index_keys(k, *_tensors(keys), slot_mapping, cos, sin, positions, *spec)

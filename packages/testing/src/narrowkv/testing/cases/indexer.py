@@ -126,7 +126,7 @@ class IndexCase:
             keys = self._keys(len(ids) * self.page_size, generator)
             keys.scale[ids[used:]] = float("nan")
             where = {"block_table": table, "seq_lens": torch.tensor(self.lens)}
-        keys = IndexKeys(*_moved(keys, device), keys.format, keys.shuffled)
+        keys = _moved(keys, device)
         where = {name: tensor.to(device, _I32) for name, tensor in where.items()}
         return IndexInputs(q.to(device), weights.to(device), keys, where)
 
@@ -147,16 +147,11 @@ class IndexCase:
         return IndexCall(self, self.build(device))
 
 
-def _moved(keys: IndexKeys, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales on a device; those of packed pages in one buffer again."""
-    if not keys.is_paged or keys.values.is_contiguous():
-        return keys.values.to(device), keys.scale.to(device)
-    pages, size, dim = keys.values.shape
-    buffer = torch.empty(pages, size, dim + 4, dtype=torch.uint8, device=device)
-    packed = IndexKeys.packed(buffer, format=keys.format)
-    packed.values.copy_(keys.values)
-    packed.scale.copy_(keys.scale)
-    return packed.values, packed.scale
+def _moved(keys: IndexKeys, device: torch.device | str) -> IndexKeys:
+    """The keys on a device; those of packed pages in one buffer again."""
+    if keys.buffer is not None:
+        return IndexKeys.packed(keys.buffer.to(device), format=keys.format)
+    return IndexKeys(keys.values.to(device), keys.scale.to(device), keys.format, keys.shuffled)
 
 
 @dataclass(frozen=True)
