@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from narrowkv.sparse_fp8 import DSV4Rows, choose_mode, sparse_prefill, sparse_prefill_fp8
+from narrowkv.testing.cases.latent import LatentCase
 from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCall, SparseCase
 
 pytestmark = pytest.mark.sampled(most=2)
@@ -117,3 +118,14 @@ def test_the_calls_of_the_gpu_tests_copy_16_bytes_at_once(
     assert set(re.findall(r"cp\.async\.c\S+ \[[^;]*?, (0x\w+)", ptx)) == {"0x10"}
     if kernel.name == "_sparse_few_heads_kernel" and way not in ("bf16", "fp16", "splits"):
         assert len(re.findall(r"ld\.global\.v4", ptx)) >= 20
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("heads", [12, 24, 40, 128])
+@pytest.mark.parametrize("layout", ["bf16", "tensor576", "record656", "packed584"])
+def test_tiles_of_latent_rows_fit_in_shared_memory(
+    layout: str, heads: int, splits: int, sm90_code: Any
+) -> None:
+    LatentCase(layout=layout, num_qo_heads=heads, lens=(300, 5), splits=splits).inputs().call()
+    assert sm90_code.kernels
+    assert max(kernel.shared_bytes for kernel in sm90_code.kernels) <= 227 * 1024

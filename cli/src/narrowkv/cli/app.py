@@ -248,7 +248,7 @@ def tune(
         int, typer.Option(min=0, help="Longest sequence that plans are made for; 0: the context.")
     ] = 0,
     file: Annotated[
-        Path, typer.Option(metavar="FILE", help="Of the rows; an existing one is continued.")
+        Path, typer.Option("--file", metavar="FILE", help="Of the rows; an existing one is continued.")
     ] = Path("narrowkv-tuned.json"),
     minutes: Annotated[
         float, typer.Option(min=0, help="After which no further shape class is begun.")

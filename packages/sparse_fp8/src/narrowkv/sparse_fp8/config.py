@@ -220,13 +220,15 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool, v4_r
     return _Tiles(block_h, 16, replace(options, num_stages=stages, waves_per_eu=1), width=width)
 
 
-def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
+def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool, head_dim: int) -> _Tiles:
     # H100, 1024 tokens, top-k 2048, times over the floor. 64 heads, 16-bit rows: guarded 2.4, plain 3.1, the
     # product alone in a branch does not fit in shared memory. FP8 rows, 16-bit Q: tiles of 128 columns 4.2,
     # of 256 4.4, one of 512 4.9, of 64 plain 10.4. FP8 Q: 32 rows a tile, guarded and not pipelined, 5.5,
     # pipelined 6.7, 64 rows 7.4.
     if block_h == 64 and kernel == "16bit":
-        return _Tiles(block_h, 64, LaunchOptions(num_warps=8, num_stages=2), guard=2)
+        # Q and two tiles of 64 rows of 576 columns take 233 of 227 KB.
+        rows = 64 if head_dim <= HEAD_DIM else 32
+        return _Tiles(block_h, rows, LaunchOptions(num_warps=8, num_stages=2), guard=2)
     if block_h == 64:
         options = LaunchOptions(num_warps=8, num_stages=2)
         return _Tiles(block_h, 32, options, guard=1) if fp8_qk else _Tiles(block_h, 64, options, width=128)
@@ -272,8 +274,8 @@ def specialised_config(
 
 
 def choose_config(
-    target: Target, *, kernel: str, num_heads: int, fp8_qk: bool = False, fp16_query: bool = False,
-    layouts: Sequence[RowLayout] = (),
+    target: Target, *, kernel: str, num_heads: int, head_dim: int = HEAD_DIM, fp8_qk: bool = False,
+    fp16_query: bool = False, layouts: Sequence[RowLayout] = (),
 ) -> SparseConfig:  # fmt: skip
     """The configuration of the portable kernels.
 
@@ -281,6 +283,7 @@ def choose_config(
         target: what the kernel runs on.
         kernel: "16bit" or "fused".
         num_heads: query heads.
+        head_dim: columns of a query and of a row.
         fp8_qk: whether QK over NoPE may multiply FP8 by FP8; it does where that is faster.
         fp16_query: whether the query is in fp16.
         layouts: those of a fused kernel's quantised rows.
@@ -292,7 +295,7 @@ def choose_config(
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
     else:
-        tiles = _gpu_tiles(kernel, block_h, fp8_qk)
+        tiles = _gpu_tiles(kernel, block_h, fp8_qk, head_dim)
     # A tile has one scale in fp32: it multiplies scores.
     groups = [layout.group for layout in layouts if layout.scale == "fp32"]
     tiles = replace(tiles, width=min(tiles.width, *groups, HEAD_DIM))

@@ -241,6 +241,7 @@ def make_plan(
             target,
             kernel=kernel,
             num_heads=num_heads,
+            head_dim=query.head_dim,
             fp8_qk=fp8_qk,
             fp16_query=query.layout == "fp16",
             layouts=layouts,
