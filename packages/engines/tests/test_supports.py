@@ -26,6 +26,8 @@ ANSWERS = {
 @pytest.mark.parametrize("engine", [aiter, sglang, vllm], ids=lambda engine: engine.__name__)
 @pytest.mark.parametrize("model_type", ANSWERS)
 def test_any_configuration_is_answered(model_type, engine):
+    if model_type == "dots3_note" and model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no dots3_note")
     reasons = engine.supports(transformers.AutoConfig.for_model(model_type))
     wanted = ANSWERS[model_type]
     assert (reasons == []) if wanted is None else any(wanted in reason for reason in reasons)

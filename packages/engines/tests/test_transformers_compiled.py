@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import CompileConfig, DeepseekV3Config, DynamicCache, StaticCache
 
 import narrowkv.engines.transformers as engine
@@ -156,7 +157,9 @@ def test_generate_compiles_its_steps_over_a_static_cache(name, pad, backend):
     how = CompileConfig(backend=backend, mode=None if backend == "aot_eager" else "default", fullgraph=True)
     how._compile_all_devices = True
     mask = None if pad is None else left_padded(pad=pad)
+    counters.clear()
     assert_alike(generated(name, mask, compile_config=how, **STATIC))
+    assert counters["stats"]["unique_graphs"] >= len(IMPLEMENTATIONS)  # generate did compile, each model
 
 
 @pytest.mark.parametrize(

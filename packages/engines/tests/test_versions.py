@@ -81,6 +81,9 @@ def test_what_ci_installs_was_tested_and_stands_in_the_docs() -> None:
         "sglang": re.search(r"^SGLANG +\?= sglang==(\S+)", makefile, re.MULTILINE),
         "transformers": re.search(r'"transformers==([\d.]+)"', project),
     }
+    beside = re.search(r"^TRANSFORMERS +\?= transformers==(\S+)", makefile, re.MULTILINE)
+    assert beside is not None
+    assert is_tested("transformers", beside[1])
     docs = (ROOT / "docs" / "engines.md").read_text()
     for engine, found in installed.items():
         assert found is not None, engine

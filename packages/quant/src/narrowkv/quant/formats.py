@@ -83,21 +83,21 @@ class Format:
 
 _E5M2_NAN = (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        f.name: f
-        for f in (
-            Format("bf16", "float", 16, torch.bfloat16, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 7),
-            Format("fp16", "float", 16, torch.float16, 65504.0, 2.0**-14, 2.0**-24, 10),
-            Format("fp8_e4m3fn", "fp8", 8, torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 3, (0x7F, 0xFF)),
-            Format("fp8_e4m3fnuz", "fp8", 8, torch.float8_e4m3fnuz, 240.0, 2.0**-7, 2.0**-10, 3, (0x80,)),
-            Format("fp8_e5m2", "fp8", 8, torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2, _E5M2_NAN),
-            Format("fp4_e2m1", "fp4", 4, None, 6.0, 1.0, 0.5, 1),
-            Format("int8", "int", 8, torch.int8, 127.0, 1.0, 1.0, 0),
-            Format("int4", "int", 4, None, 7.0, 1.0, 1.0, 0),
-        )
-    }
-)
+# torch.compile reads a dict, and no view of one in a graph that changes another dict.
+_BY_NAME = {
+    f.name: f
+    for f in (
+        Format("bf16", "float", 16, torch.bfloat16, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 7),
+        Format("fp16", "float", 16, torch.float16, 65504.0, 2.0**-14, 2.0**-24, 10),
+        Format("fp8_e4m3fn", "fp8", 8, torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 3, (0x7F, 0xFF)),
+        Format("fp8_e4m3fnuz", "fp8", 8, torch.float8_e4m3fnuz, 240.0, 2.0**-7, 2.0**-10, 3, (0x80,)),
+        Format("fp8_e5m2", "fp8", 8, torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2, _E5M2_NAN),
+        Format("fp4_e2m1", "fp4", 4, None, 6.0, 1.0, 0.5, 1),
+        Format("int8", "int", 8, torch.int8, 127.0, 1.0, 1.0, 0),
+        Format("int4", "int", 4, None, 7.0, 1.0, 1.0, 0),
+    )
+}
+FORMATS: Mapping[str, Format] = MappingProxyType(_BY_NAME)
 """Every known format by name."""
 
 FP8_FORMATS: tuple[str, ...] = tuple(f.name for f in FORMATS.values() if f.kind == "fp8")
@@ -115,7 +115,7 @@ def get_format(value: str | torch.dtype | Format) -> Format:
     """
     if isinstance(value, Format):
         return value
-    known = ", ".join(FORMATS)
+    known = ", ".join(_BY_NAME)
     if isinstance(value, torch.dtype):
         if value in _BY_DTYPE:
             return _BY_DTYPE[value]
@@ -123,9 +123,9 @@ def get_format(value: str | torch.dtype | Format) -> Format:
         raise ValueError(f"format must be one of {known}; got {value}{why}")
     if not isinstance(value, str):
         raise TypeError(f"format must be a name, a torch.dtype or a Format, got {type(value).__name__}")
-    if value not in FORMATS:
+    if value not in _BY_NAME:
         raise ValueError(f"format must be one of {known}; got {value!r}")
-    return FORMATS[value]
+    return _BY_NAME[value]
 
 
 def check_storage(name: str, tensor: torch.Tensor, format: str | torch.dtype | Format | None) -> torch.Tensor:
