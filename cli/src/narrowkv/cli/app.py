@@ -207,11 +207,17 @@ def warmup(
 
 
 @command(app, "env", files=("out",))
-def env(report: Report) -> ExitCode:
-    """Report versions, GPUs and settings, to paste into a bug report."""
+def env(
+    report: Report,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Also run kernels that show a fault of some Tritons for AMD."),
+    ] = False,
+) -> ExitCode:
+    """Report versions, GPUs, settings and known faults of these versions, to paste into a bug report."""
     from narrowkv.cli.environment import report_environment
 
-    return report_environment(report)
+    return report_environment(report, probe)
 
 
 @command(app, "report", files=())
