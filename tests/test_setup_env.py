@@ -55,6 +55,29 @@ def test_a_torch_for_rocm_that_is_too_old_or_whose_triton_is_is_refused_with_the
     assert f"-m pip install --upgrade 'torch[device-all]>=2.11' --index-url {AMD_INDEX}" in message
 
 
+def test_a_torch_for_rocm_without_a_triton_gets_none_from_pypi(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("2.12.0+rocm7.14.0", "7.14.26222")
+    monkeypatch.setitem(SETUP["refuse_old_rocm"].__globals__, "has_module", lambda python, module: False)
+    with pytest.raises(SystemExit, match="has no Triton; PyPI's is not the one that it requires") as refused:
+        SETUP["refuse_old_rocm"](Path(sys.executable))
+    assert AMD_INDEX in str(refused.value)
+
+
+def test_pip_is_given_the_pins_of_amds_torch_and_triton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version in (("torch", "2.12.0+rocm7.14.0"), ("triton_rocm", "3.8.0+git2f1c")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(SETUP["DISTRIBUTIONS"], "triton", ("pytorch-triton-rocm", "triton-rocm"))
+    pins = [SETUP["installed_pin"](Path(sys.executable), module) for module in ("torch", "triton")]
+    assert pins == ["torch==2.12.0+rocm7.14.0", "triton-rocm==3.8.0+git2f1c"]
+
+
 @pytest.mark.parametrize(
     ("version", "hip", "triton"),
     [

@@ -2,9 +2,9 @@
 
 Called by the Makefile. What it promises: a torch or triton that the calling Python already has is used and
 never replaced (a constraints file pins both, so pip must fail rather than change them), and a torch for ROCm
-that is too old, or whose Triton is, ends the set-up before pip is asked; what is missing is installed; where
-Triton is too old otherwise, the environment gets one of its own; every package of the workspace is installed
-editable.
+that is too old, or whose Triton is too old or missing, ends the set-up before pip is asked; what is missing
+is installed; where Triton is too old otherwise, the environment gets one of its own; every package of the
+workspace is installed editable.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def triton_too_old(python: Path) -> str | None:
 
 
 def refuse_old_rocm(python: Path) -> None:
-    """Ends the set-up where `python` has a torch for ROCm that is too old for the packages, or its Triton is.
+    """Ends the set-up where a torch for ROCm is too old, or its Triton is too old or missing.
 
     The packages' requirement would have pip replace torch with the index's build, which is for CUDA.
     """
@@ -102,6 +102,8 @@ def refuse_old_rocm(python: Path) -> None:
     oldest = ".".join(map(str, OLDEST_TORCH))
     if is_older(version, OLDEST_TORCH):
         fault = f"older than {oldest}; pip would replace it with a build for CUDA"
+    elif not has_module(python, "triton"):
+        fault = "has no Triton; PyPI's is not the one that it requires"
     elif triton := triton_too_old(python):
         fault = f"beside Triton {triton}, which is older than {'.'.join(map(str, OLDEST_TRITON))}"
     else:

@@ -23,7 +23,7 @@ from narrowkv.testing.places import Place
 from narrowkv.testing.tune import family_of
 from narrowkv.testing.tune.search import Gpu
 
-SMALL = "tune --heads 4/1 --head-dim 64 --batch 1,2 --context 32"
+SMALL = "tune --family decode --heads 4/1 --head-dim 64 --batch 1,2 --context 32"
 
 
 class StandIn(Place):

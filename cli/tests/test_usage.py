@@ -78,7 +78,7 @@ OPERATIONS = {
 }
 # What they show is not a table of results that can be plotted and resumed.
 WITHOUT_A_TABLE = {
-    ("env",), ("report",), ("warmup",), ("bench", "host"), ("bench", "cp"), ("inspect", "model"),
+    ("env",), ("report",), ("tune",), ("warmup",), ("bench", "host"), ("bench", "cp"), ("inspect", "model"),
     ("engines", "try"), ("accuracy", "measure"), ("accuracy", "train-tiny"),
 }  # fmt: skip
 
@@ -91,7 +91,8 @@ def options_of(command: Any) -> set[str]:
 
 def test_every_operation_has_its_command_and_every_command_the_options_of_its_results() -> None:
     assert {name: set(PROGRAM[name,].commands) for name in OPERATIONS} == OPERATIONS
-    assert {path for path in COMMANDS if len(path) == 1} == {("probe",), ("warmup",), ("env",), ("report",)}
+    alone = {path[0] for path in COMMANDS if len(path) == 1}
+    assert alone == {"probe", "warmup", "tune", "env", "report"}
     for path, command in COMMANDS.items():
         assert path == ("report",) or {"--json", "--out"} <= options_of(command)
         assert path in WITHOUT_A_TABLE or {"--csv", "--plot", "--resume"} <= options_of(command)

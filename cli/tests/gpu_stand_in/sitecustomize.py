@@ -62,6 +62,8 @@ class _Graph:
 class _Timer:
     """A `GraphTimer` whose graph is the call, and which takes one sample."""
 
+    checked_replays = 1
+
     def __init__(self, samples: int = 50, seconds: float = 0.5) -> None:
         self.samples = samples
 

@@ -135,6 +135,8 @@ def test_the_reading_kernel_reads_every_element() -> None:
 class CpuTimer:
     """Stands in for the GPU's timer: runs calls for real, and makes up their times."""
 
+    checked_replays = 4
+
     def __init__(self, median_us: float = 100.0) -> None:
         self.median_us = median_us
         self.timed = 0
@@ -170,7 +172,8 @@ def checked(run: Run, **options: Any) -> Call:
 
 def test_a_right_call_is_timed() -> None:
     timer = CpuTimer()
-    error, timing = time_checked(checked(lambda right, out: out.copy_(right)), timer)
+    error, differing, timing = time_checked(checked(lambda right, out: out.copy_(right)), timer)
+    assert differing == 0
     assert error is not None
     assert 0 < error <= BOUND
     assert timing is not None
@@ -183,7 +186,7 @@ def test_a_call_that_leaves_an_output_unwritten_is_caught_by_the_poison() -> Non
         return out
 
     call, timer = checked(lazy), CpuTimer()
-    error, timing = time_checked(call, timer)
+    error, _, timing = time_checked(call, timer)
     assert error is not None
     assert math.isnan(error)
     assert timing is None
@@ -201,6 +204,19 @@ def test_a_call_that_goes_wrong_while_it_is_timed_is_caught_after() -> None:
     row = measure(checked(tiring, extra={"more_us": lambda timer: 1.0}), {}, CEILINGS, CpuTimer())
     assert (row.status, row.median_us, row.extra) == ("fail", None, {"more_us": None})
     assert "after timing" in row.detail
+
+
+def test_replays_with_other_bits_are_counted_though_they_are_within_the_bound() -> None:
+    calls = [0]
+
+    def unsteady(right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        out.copy_(right)
+        out.view(-1)[0] += 0.01 * (calls[0] % 2)
+        return out
+
+    row = measure(checked(unsteady), {}, CEILINGS, CpuTimer())
+    assert (row.status, row.differing_replays) == ("pass", CpuTimer.checked_replays // 2)
 
 
 @pytest.mark.parametrize(

@@ -207,11 +207,17 @@ def warmup(
 
 
 @command(app, "env", files=("out",))
-def env(report: Report) -> ExitCode:
-    """Report versions, GPUs and settings, to paste into a bug report."""
+def env(
+    report: Report,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Also run kernels that show a fault of some Tritons for AMD."),
+    ] = False,
+) -> ExitCode:
+    """Report versions, GPUs, settings and known faults of these versions, to paste into a bug report."""
     from narrowkv.cli.environment import report_environment
 
-    return report_environment(report)
+    return report_environment(report, probe)
 
 
 @command(app, "report", files=())
@@ -244,8 +250,9 @@ def tune(
     q: Query = "bf16",
     batch: Annotated[str, listed("Sequences of a call.")] = "1,2,4,8,16,32,64,128",
     context: Annotated[str, listed("Tokens of each sequence.")] = "1024,2048,4096,8192,16384,32768",
+    chunk: Annotated[str, listed("New tokens of a prefill.")] = "512,2048",
     capacity: Annotated[
-        int, typer.Option(min=0, help="Longest sequence that plans are made for; 0: the context.")
+        int, typer.Option(min=0, help="Of decode: longest sequence that plans are made for; 0: the context.")
     ] = 0,
     file: Annotated[
         Path, typer.Option("--file", metavar="FILE", help="Of the rows; an existing one is continued.")
@@ -279,7 +286,10 @@ def tune(
     one_of("--q", q, QUERY_DTYPES)
     formats, batches = tuple(cache_formats("--format", cache_format)), tuple(numbers("--batch", batch))
     contexts = tuple(numbers("--context", context))
-    settings = [TuneSettings(each, formats, page_size, q, batches, contexts, capacity) for each in shares]
+    chunks = tuple(numbers("--chunk", chunk, least=8))
+    settings = [
+        TuneSettings(each, formats, page_size, q, batches, contexts, capacity, chunks) for each in shares
+    ]
     return work.tune(report, families, settings, file=file, minutes=minutes, samples=samples, jobs=jobs)
 
 

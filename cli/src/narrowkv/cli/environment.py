@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import torch
 from rich.text import Text
 
-from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError
 from narrowkv.testing.machine import describe
+from narrowkv.testing.masked_loads import masked_load_errors
 
 
-def report_environment(report: Report) -> ExitCode:
-    """Shows the report."""
+def report_environment(report: Report, probe: bool = False) -> ExitCode:
+    """Shows the report.
+
+    Args:
+        report: where it goes.
+        probe: also run kernels that show faults of the compiler.
+
+    Raises:
+        UnsupportedHereError: there is no GPU to probe.
+    """
     found = describe()
+    if probe:
+        if not torch.cuda.is_available():
+            raise UnsupportedHereError(f"--probe needs a GPU; torch {torch.__version__} sees none")
+        found["probes"] = {"wrong elements of masked loads": masked_load_errors()}
     for section, content in found.items():
         if not content:
             report.line(f"{section}: none")
@@ -19,4 +33,5 @@ def report_environment(report: Report) -> ExitCode:
             for key, value in part.items():
                 text = ", ".join(value) if isinstance(value, list) else str(value)
                 report.line(Text.assemble((f"{name}.{key}", "cyan"), f": {text}"))
-    return report.finish({"environment": found}, ExitCode.OK)
+    wrong = any(found.get("probes", {}).values())
+    return report.finish({"environment": found}, ExitCode.NUMERICAL if wrong else ExitCode.OK)

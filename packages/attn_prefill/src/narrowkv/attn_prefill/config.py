@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+from narrowkv.attn_prefill.config_tuned import PrefillChoice, is_tuned, shape_class, with_choice
 from narrowkv.attn_prefill.cost import few_classes, rates_of
 from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
@@ -18,6 +20,7 @@ from narrowkv.quant.device import FNUZ_ALIAS, NATIVE
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.targets import WARPGROUP_ROWS, Target, least_columns
 from narrowkv.runtime.toolchain import TRITON
+from narrowkv.runtime.tuned import tuned_row
 
 KERNELS = ("dense", "fused", "split", "decode")
 APPEND_KERNELS = ("append_then_attend", "pipelined", "fused", "split")
@@ -73,7 +76,9 @@ def choose_config(
     kernel: str | None = None,
     classes: bool = True,
 ) -> PrefillConfig:
-    """The shipped configuration.
+    """The shipped configuration, or that of a row of the tune file that NARROWKV_TUNED names.
+
+    A row is for chunks of one sequence, by calls that force neither the kernel nor the splits.
 
     Args:
         target: what the kernel will run on.
@@ -89,7 +94,38 @@ def choose_config(
 
     Raises:
         UnsupportedError: for formats or a forced kernel that cannot serve the call, and why.
+        ValueError: the tune file is not of this GPU and this Triton.
     """
+    asked: dict[str, Any] = {
+        "q_fp8": q_fp8, "scratch_fits": scratch_fits, "can_decode": can_decode, "plain_keys": plain_keys,
+    }  # fmt: skip
+    shipped = _shipped_config(
+        target, shape, formats, **asked, can_pipeline=can_pipeline, kernel=kernel, classes=classes
+    )
+    if kernel is not None or not classes or not is_tuned(shape, shipped):
+        return shipped
+    row = tuned_row(target, "prefill", shape_class(shape, formats, plain_keys))
+    choice = None if row is None else row.read_choice(PrefillChoice)
+    if row is None or choice is None or (choice.kernel == "dense" and not scratch_fits):
+        return shipped
+    base = _shipped_config(target, shape, formats, **asked, kernel=choice.kernel)
+    return replace(with_choice(target, shape, base, choice), why=row.explain())
+
+
+def _shipped_config(
+    target: Target,
+    shape: PrefillShape,
+    formats: tuple[str, str],
+    *,
+    q_fp8: str | None,
+    scratch_fits: bool,
+    can_decode: bool,
+    can_pipeline: bool = False,
+    plain_keys: bool = True,
+    kernel: str | None = None,
+    classes: bool = True,
+) -> PrefillConfig:
+    """The shipped configuration; see `choose_config`."""
     if kernel is not None:
         check_choice("kernel", kernel, KERNELS)
     _check_formats(formats)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from narrowkv.runtime.targets import device_target
+from narrowkv.testing.stack import known_faults, rocm_version
 
 _TRITON_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton")
 _LIBRARIES = ("numpy", "typer", "rich", "aiter", "amd-aiter", "flashinfer-python", "vllm", "matplotlib")
@@ -94,5 +95,6 @@ def describe() -> dict[str, Any]:
         "triton": _triton(),
         "libraries": {name: version for name in _LIBRARIES if (version := _version(name))},
         "gpus": gpus(),
+        "known_faults": known_faults(rocm_version()),
         "variables": dict(sorted(variables.items())),
     }

@@ -63,6 +63,8 @@ def commands(target: str | None, *, quick: bool = False) -> list[str]:
             found.append(f"validate {name} --on {place}{one} {' '.join(f'--case {case}' for case in cases)}")
         if rows := lines.quick if quick else lines.measured if target else lines.rehearsed:
             benches[name] = rows
+    if target in AMD_TARGETS:
+        found.append("env --probe")
     if target:
         found += [f"bench {name} {rows} --samples 20" for name, rows in benches.items()]
     if target is None or target in AMD_TARGETS:

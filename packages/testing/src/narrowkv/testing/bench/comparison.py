@@ -41,7 +41,8 @@ def compare(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             model_us = model["model_us"] if model else None
             rows.append({
                 "bench": document["bench"], "call": call, **shape, "status": row["status"],
-                "relative_l1": row["relative_l1"], "measured_us": us, "model_us": model_us,
+                "relative_l1": row["relative_l1"], "differing_replays": row.get("differing_replays"),
+                "measured_us": us, "model_us": model_us,
                 "measured_over_model": us / model_us if us and model_us else None,
                 "model_bound": model["model_bound"] if model else "",
             })  # fmt: skip
@@ -71,13 +72,17 @@ def markdown(document: Mapping[str, Any]) -> str:
             lines += ["", f"`narrowkv {step['command']}`:", "", "```", step["said"], "```"]
     heads = ("bench", "call", "sizes", "status", "measured us", "model us", "ratio", "model: bound")
     lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    known = {"bench", "call", "status", "relative_l1", "measured_us", "model_us", "measured_over_model",
-             "model_bound"}  # fmt: skip
+    known = {
+        "bench", "call", "status", "relative_l1", "differing_replays", "measured_us", "model_us",
+        "measured_over_model", "model_bound",
+    }  # fmt: skip
     for row in rows:
         sizes = ", ".join(f"{key} {value}" for key, value in row.items() if key not in known)
         times = (number(row.get(key), 4) for key in ("measured_us", "model_us", "measured_over_model"))
         cells = (row["bench"], row["call"], sizes, row.get("status", "-"), *times, row["model_bound"] or "-")
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    if unstable := [row for row in rows if row.get("differing_replays")]:
+        lines += ["", f"{len(unstable)} of {len(rows)} rows have replays of their graph with other bits."]
     ratios = [(row, row["measured_over_model"]) for row in rows if row.get("measured_over_model")]
     differing = [row for row, ratio in ratios if not 1 / _DIFFERS <= ratio <= _DIFFERS]
     if ratios:

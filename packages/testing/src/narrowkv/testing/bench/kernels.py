@@ -1,4 +1,4 @@
-"""The kernel that measures how fast memory can be read."""
+"""Kernels that measure how fast memory can be read, and that probe the compiler."""
 
 import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: its error says how to get Triton
 import triton
@@ -16,3 +16,14 @@ def _read_kernel(x_ptr, out_ptr, blocks, BLOCK: tl.constexpr, STRIDE: tl.constex
         total += tl.load(pointers)  # [BLOCK]
         pointers += STRIDE * BLOCK
     tl.store(out_ptr + program, tl.sum(total, 0))
+
+
+@triton.jit
+def _masked_sum_kernel(x_ptr, o_ptr, passes, keep, begin, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for step in range(passes):
+        # The offset of a pass is the same in all lanes, and falls.
+        x = tl.load(x_ptr + (begin - step * BLOCK) + lanes, mask=lanes < keep, other=0.0)  # [BLOCK]
+        total += x
+    tl.store(o_ptr + lanes, total)

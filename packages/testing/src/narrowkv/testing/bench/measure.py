@@ -53,7 +53,8 @@ class Row:
 
     Attributes:
         labels, sizes: which call it was.
-        relative_l1: the larger error of the checks before and after timing.
+        relative_l1: the largest error of the checks before and after timing.
+        differing_replays: replays of its graph after timing whose output had other bits than the first.
         median_us, p10_us, p90_us: device time.
         floor_us: lower bound of the time by the ceilings of this run; ratio_to_floor: median over it.
         bytes_per_s, flops_per_s: `Call.bytes_touched` and `Call.flops` over the median.
@@ -65,6 +66,7 @@ class Row:
     labels: dict[str, str]
     sizes: dict[str, Any]
     relative_l1: float | None = None
+    differing_replays: int | None = None
     median_us: float | None = None
     p10_us: float | None = None
     p90_us: float | None = None
@@ -84,11 +86,14 @@ class Row:
         return {**self.labels, **self.sizes, **figures, **self.extra}
 
 
-def time_checked(call: Call, timer: GraphTimer) -> tuple[float | None, Timing | None]:
-    """Checks a call in a graph, times it, and checks it again: (the larger error, timing).
+def time_checked(call: Call, timer: GraphTimer) -> tuple[float | None, int | None, Timing | None]:
+    """Checks a call in a graph, times it, and checks further replays.
 
     Before each check the output, which a graph always writes to the same place, is filled with NaN. A call
     whose first error is NaN or above the bound is not timed.
+
+    Returns:
+        The largest error, how many of `timer.checked_replays` replays gave other bits than the first, timing.
     """
     run = call.prepare()
     outputs: list[torch.Tensor] = []
@@ -98,30 +103,38 @@ def time_checked(call: Call, timer: GraphTimer) -> tuple[float | None, Timing | 
 
     graph = timer.capture(once)
     if call.error is None:
-        return None, timer.replay(graph)
+        return None, None, timer.replay(graph)
     error_of = call.error
 
-    def error() -> float:
+    def replay() -> torch.Tensor:
         outputs[0].fill_(math.nan)
         graph.replay()
         timer.wait()
-        return error_of(outputs[0]) if bool(torch.isfinite(outputs[0]).all()) else math.nan
+        return outputs[0]
 
-    before = error()
-    if not before <= call.bound:
-        return before, None
+    def error(o: torch.Tensor) -> float:
+        return error_of(o) if bool(torch.isfinite(o).all()) else math.nan
+
+    first = replay().clone()
+    worst, differing = error(first), 0
+    if not worst <= call.bound:
+        return worst, None, None
     timing = timer.replay(graph)
-    return max(before, error(), key=lambda e: math.inf if math.isnan(e) else e), timing
+    for _ in range(timer.checked_replays):
+        if not torch.equal(replay(), first):
+            differing += 1
+            worst = max(worst, error(outputs[0]), key=lambda e: math.inf if math.isnan(e) else e)
+    return worst, differing, timing
 
 
 def measure(call: Call, sizes: Mapping[str, Any], ceilings: Ceilings, timer: GraphTimer) -> Row:
     """Checks and times one call. Only a peer's exceptions become a row of status "refused"."""
     row = Row(dict(call.labels), dict(sizes), extra=dict.fromkeys(call.extra))
     try:
-        error, timing = time_checked(call, timer)
+        error, differing, timing = time_checked(call, timer)
     except Exception as problem:
         return _refused(row, call, problem)
-    row = replace(row, relative_l1=error)
+    row = replace(row, relative_l1=error, differing_replays=differing)
     if timing is None or not (error is None or error <= call.bound):
         when = "before" if timing is None else "after"
         detail = f"relative L1 {error:.3g} {when} timing, bound {call.bound:g}"

@@ -125,7 +125,6 @@ class PrefillBench(Bench[PrefillSizes]):
         starts = torch.tensor([0, shape.new], dtype=torch.int32, device=self._device)
         plan = plan_prefill(q, cache, table, starts, max_q_len=shape.new)
         out = torch.empty_like(q)
-        ends = list(_ends(q, cache, table))
         paged = q, cache, table, starts
 
         def us(make: Callable[..., Callable[[], object]], *arguments: Any) -> Callable[[GraphTimer], float]:
@@ -137,7 +136,7 @@ class PrefillBench(Bench[PrefillSizes]):
             lambda: partial(batch_prefill, *paged, out=out, plan=plan),  # type: ignore[arg-type,return-value]
             shape.bytes_touched,
             shape.flops,
-            lambda o: max(compare(o[rows], expected).relative_l1 for rows, expected in ends),
+            checker(q, cache, table),
             BOUND,
             extra={
                 "sdpa_us": us(_sdpa, q, cache, table),
@@ -155,6 +154,12 @@ class PrefillBench(Bench[PrefillSizes]):
             for name, appends in names.items()
             if shape.new > 1 or not appends
         ]
+
+
+def checker(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[[torch.Tensor], float]:
+    """Relative L1 error of an output of `batch_prefill` of one sequence, at its first and last tokens."""
+    ends = list(_ends(q, cache, table))
+    return lambda o: max(compare(o[rows], expected).relative_l1 for rows, expected in ends)
 
 
 def _ends(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Iterator[tuple[slice, torch.Tensor]]:

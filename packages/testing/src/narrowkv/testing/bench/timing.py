@@ -58,7 +58,12 @@ class GraphTimer:
     Args:
         samples: largest number of samples of a call.
         seconds: device time after which no further sample of a call is taken; at least ten are.
+
+    Attributes:
+        checked_replays: replays of a graph, after it was timed, whose bits are compared with the first one's.
     """
+
+    checked_replays = 50
 
     def __init__(self, samples: int = 50, seconds: float = 0.5) -> None:
         self.samples = samples

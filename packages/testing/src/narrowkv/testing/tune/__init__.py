@@ -2,7 +2,7 @@
 
 Example:
     >>> sorted(TUNED_FAMILIES)
-    ['decode']
+    ['decode', 'prefill']
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TUNED_FAMILIES", "TUNED_MODELS", "TuneSettings", "family_of"]
 
-TUNED_FAMILIES = {"decode": "narrowkv.testing.tune.decode"}
+TUNED_FAMILIES = {
+    "decode": "narrowkv.testing.tune.decode",
+    "prefill": "narrowkv.testing.tune.prefill",
+}
 """The module of each family, whose function `make` gives the family for `TuneSettings`."""
 TUNED_MODELS = {
     "glm-4.5-air": Heads(96, 8), "glm-4.5-air-tp8": Heads(12, 1), "llama-70b-tp8": Heads(8, 1),
@@ -34,7 +37,8 @@ class TuneSettings:
     Attributes:
         heads: of the model.
         formats: of the cache, as for `CacheSizes`; page_size: tokens a page; q: "bf16" or "fp16".
-        batches, contexts: sequences of a call, and tokens of each.
+        batches, contexts: sequences of a decode, and tokens of each; also the older tokens before a chunk.
+        chunks: new tokens of a prefill.
         capacity: tokens that a plan is made for; 0 for those of each context.
     """
 
@@ -45,6 +49,7 @@ class TuneSettings:
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     contexts: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
     capacity: int = 0
+    chunks: tuple[int, ...] = (512, 2048)
 
 
 def family_of(name: str, settings: TuneSettings, device: str = "cuda") -> TunedFamily:
