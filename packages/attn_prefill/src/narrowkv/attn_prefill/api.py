@@ -9,7 +9,7 @@ import torch
 from narrowkv.attn_prefill.arguments import KEYWORDS, Arguments, check_keywords
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan, check_plan
 from narrowkv.attn_prefill.planning import plan_for_call
-from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.launch.tracing import traceable
 
 if TYPE_CHECKING:
@@ -25,14 +25,6 @@ def batch_prefill(
     page_table: PageTable,
     cu_seqlens_q: torch.Tensor,
     *,
-    causal: bool = True,
-    sm_scale: float | None = None,
-    q_descale: float | torch.Tensor = 1.0,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    window_right: int = -1,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
     **options: Unpack[PrefillOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -49,19 +41,12 @@ def batch_prefill(
             Row i of a sequence stands at position `seq_len - q_len + i`: the mask is aligned bottom-right,
             and rows before the first key attend to nothing. A token belongs to the first sequence that claims
             it, and a sequence with an entry outside [0, tokens] has none.
-        causal: a row attends to keys up to its own position.
-        sm_scale: softmax scale; default `head_dim ** -0.5`.
-        q_descale: FP8 queries: a float or an fp32 tensor `[1]`.
-        logits_soft_cap: `c * tanh(logits / c)` when positive.
-        window_left, window_right: how many keys before and after itself a row attends to; -1 for all.
-            `causal` is the same as `window_right=0`.
-        sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
-        out: where to write, `[tokens, num_qo_heads, head_dim]`, bf16, fp16 or fp32; it must not overlap any
-            other tensor of the call.
         plan: from `plan_prefill`, which can also be told bounds that shapes do not show; without one, a plan
             is made for the call. A call with a plan allocates only outputs that were not given. No call
             waits for the device, so it can be captured in a graph.
-        **options: `out_dtype`, `return_lse`, `lse`, `validate` and `batch_invariant`: see `PrefillOptions`.
+        **options: `causal`, `sm_scale`, `q_descale`, `logits_soft_cap`, `window_left`, `window_right`,
+            `sinks`, `out`, `out_dtype`, `return_lse`, `lse`, `validate` and `batch_invariant`: see
+            `PrefillOptions`.
 
     An infinite or NaN value of V makes its channel infinite or NaN in rows that attend to it, and may make
     their other channels NaN; other rows are not affected.
@@ -90,13 +75,7 @@ def batch_prefill(
         check_plan(plan, PrefillPlan, "plan_prefill")
     if not options.keys() <= KEYWORDS["batch_prefill"]:
         check_keywords("batch_prefill", options)
-    return plan.call(
-        Arguments(
-            q, cache, page_table, cu_seqlens_q, causal=causal, sm_scale=sm_scale, q_descale=q_descale,
-            logits_soft_cap=logits_soft_cap, window_left=window_left, window_right=window_right, sinks=sinks,
-            out=out, **options,
-        )
-    )  # fmt: skip
+    return plan.call(Arguments(q, cache, page_table, cu_seqlens_q, **options))
 
 
 @traceable
@@ -108,13 +87,7 @@ def prefill_append(
     page_table: PageTable,
     cu_seqlens_q: torch.Tensor,
     *,
-    rope: Rope | None = None,
     fp8_compute: bool = False,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     plan: AppendPlan | None = None,
     **options: Unpack[AppendOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -135,14 +108,12 @@ def prefill_append(
         page_table: a block table with pages for the new tokens too; `seq_lens` are the lengths **before** the
             append, and are not changed. What has no page is not stored.
         cu_seqlens_q: `[batch + 1]` int32 or int64, any stride, where each sequence's new tokens begin.
-        rope: rotary embedding of q and k_new, by each new token's position. Rotated queries and keys are
-            rounded to q's dtype for attention; the cache gets the keys before that rounding.
         fp8_compute: multiply queries and old tokens on FP8 matrix units, queries as two FP8 terms (FP8
             caches only).
-        sm_scale, logits_soft_cap, window_left, sinks, out: as for `batch_prefill`.
         plan: from `plan_append`; without one, a plan is made for the call. A call with a plan allocates only
             outputs that were not given. No call waits for the device.
-        **options: `out_dtype`, `return_lse`, `lse` and `validate`: see `AppendOptions`.
+        **options: `rope`, `sm_scale`, `logits_soft_cap`, `window_left`, `sinks`, `out`, `out_dtype`,
+            `return_lse`, `lse` and `validate`: see `AppendOptions`.
 
     An infinite or NaN value of V makes its channel infinite or NaN in rows that attend to it, and may make
     their other channels NaN; other rows are not affected.
@@ -169,9 +140,4 @@ def prefill_append(
         raise ValueError(f"plan must be made with fp8_compute={fp8_compute}: call plan_append again")
     if not options.keys() <= KEYWORDS["prefill_append"]:
         check_keywords("prefill_append", options)
-    return plan.call(
-        Arguments(
-            q, cache, page_table, cu_seqlens_q, k_new, v_new, rope, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks, out=out, **options,
-        )
-    )  # fmt: skip
+    return plan.call(Arguments(q, cache, page_table, cu_seqlens_q, k_new, v_new, **options))

@@ -10,10 +10,16 @@ import torch
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 
 
-class AppendOptions(TypedDict, total=False):
-    """Keywords that say where results go and what is checked.
+class AttentionOptions(TypedDict, total=False):
+    """Keywords of `batch_prefill` and of `prefill_append`.
 
     Attributes:
+        sm_scale: softmax scale; default `head_dim ** -0.5`.
+        logits_soft_cap: `c * tanh(logits / c)` when positive.
+        window_left: how many keys before itself a row attends to; -1 for all.
+        sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
+        out: where to write, `[tokens, num_qo_heads, head_dim]`, bf16, fp16 or fp32; it must not overlap any
+            other tensor of the call.
         out_dtype: bf16, fp16 or fp32, of a new output; default q's dtype, and bf16 for FP8 queries.
         return_lse: also return the log-sum-exp.
         lse: where to write the log-sum-exp, `[tokens, num_qo_heads]` fp32, last dimension contiguous. It is
@@ -25,27 +31,52 @@ class AppendOptions(TypedDict, total=False):
             beyond the plan's maxima. False reads nothing.
     """
 
+    sm_scale: float | None
+    logits_soft_cap: float
+    window_left: int
+    sinks: torch.Tensor | None
+    out: torch.Tensor | None
     out_dtype: torch.dtype | None
     return_lse: bool
     lse: torch.Tensor | None
     validate: bool | None
 
 
-class PrefillOptions(AppendOptions, total=False):
-    """`AppendOptions`, and whether the bits of a result may depend on the batch.
+class AppendOptions(AttentionOptions, total=False):
+    """Keywords of `prefill_append`, `AppendPlan.run` and `prefill_append_reference`.
 
     Attributes:
-        batch_invariant: a sequence's result has the same bits alone and in any batch; see `plan_prefill`.
+        rope: rotary embedding of q and k_new, by each new token's position. Rotated queries and keys are
+            rounded to q's dtype for attention; the cache gets the keys before that rounding.
+
+    The other attributes are those of `AttentionOptions`.
     """
 
+    rope: Rope | None
+
+
+class PrefillOptions(AttentionOptions, total=False):
+    """Keywords of `batch_prefill`, `PrefillPlan.run` and `batch_prefill_reference`.
+
+    Attributes:
+        causal: a row attends to keys up to its own position; the same as `window_right=0`. True by default.
+        q_descale: FP8 queries: a float or an fp32 tensor `[1]`.
+        window_right: how many keys after itself a row attends to; -1 for all.
+        batch_invariant: a sequence's result has the same bits alone and in any batch; see `plan_prefill`.
+
+    The other attributes are those of `AttentionOptions`.
+    """
+
+    causal: bool
+    q_descale: float | torch.Tensor
+    window_right: int
     batch_invariant: bool
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call by a plan, with the values of those that are left out.
+    """The arguments of a call by a plan, with the values of those that are left out or that it does not have.
 
-    `prefill_append` has no `causal`, `q_descale`, `window_right` and `batch_invariant`; `batch_prefill` has
-    no `k_new`, `v_new` and `rope`. See these functions and `PrefillOptions`.
+    See `PrefillOptions` and `AppendOptions`; `batch_prefill` has no `k_new` and `v_new`.
     """
 
     q: torch.Tensor
@@ -72,11 +103,10 @@ class Arguments(NamedTuple):
 
 
 PLAIN_VALUES = slice(Arguments._fields.index("causal"), None)
-_KEYWORDS = frozenset(Arguments._field_defaults) - {"k_new", "v_new"}
 # The keywords of `PrefillPlan.run` and of `AppendPlan.run`, by the operation.
 KEYWORDS = {
-    "batch_prefill": _KEYWORDS - {"rope"},
-    "prefill_append": _KEYWORDS - {"causal", "q_descale", "window_right", "batch_invariant"},
+    "batch_prefill": frozenset(PrefillOptions.__annotations__),
+    "prefill_append": frozenset(AppendOptions.__annotations__),
 }
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from narrowkv.attn_prefill.arguments import check_keywords
+from narrowkv.attn_prefill.arguments import Arguments, check_keywords
 from narrowkv.attn_prefill.plan import PrefillPlan
-from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append_reference, apply_rope_reference
+from narrowkv.paged_cache import PagedKVCache, PageTable, append_reference, apply_rope_reference
 from narrowkv.quant import lse_correction
 from narrowkv.runtime.attention.reference import attention_reference, finish
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.attn_prefill.arguments import AppendOptions, PrefillOptions
 
 
 def batch_prefill_reference(
@@ -20,20 +25,13 @@ def batch_prefill_reference(
     page_table: PageTable,
     cu_seqlens_q: torch.Tensor,
     *,
-    causal: bool = True,
-    sm_scale: float | None = None,
-    q_descale: float | torch.Tensor = 1.0,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    window_right: int = -1,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     plan: object = None,
-    **options: Any,
+    **options: Unpack[PrefillOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`batch_prefill` in float32, sequence by sequence; same arguments; reads lengths on the host."""
     check_keywords("batch_prefill", options)
-    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    given = Arguments(q, cache, page_table, cu_seqlens_q, **options)
+    scale = q.shape[2] ** -0.5 if given.sm_scale is None else given.sm_scale
     shift = None
     if (transform := cache.key_transform) is not None:
         if transform.offset is not None:
@@ -49,18 +47,18 @@ def batch_prefill_reference(
         if q_len == 0 or kv_len == 0:
             continue
         o[rows], lse[rows] = attention_reference(
-            q[rows].float() * q_descale,
+            q[rows].float() * given.q_descale,
             k,
             v,
             kv_len - q_len + torch.arange(q_len, device=q.device),
             sm_scale=scale,
-            logits_soft_cap=logits_soft_cap,
-            window_left=window_left,
-            window_right=0 if causal else window_right,
-            sinks=sinks,
+            logits_soft_cap=given.logits_soft_cap,
+            window_left=given.window_left,
+            window_right=0 if given.causal else given.window_right,
+            sinks=given.sinks,
             shift=None if shift is None else shift[rows],
         )
-    return finish(o, lse, out, options)
+    return finish(o, lse, given.out, options)
 
 
 def prefill_append_reference(
@@ -71,22 +69,18 @@ def prefill_append_reference(
     page_table: PageTable,
     cu_seqlens_q: torch.Tensor,
     *,
-    rope: Rope | None = None,
     fp8_compute: bool = False,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
-    **options: Any,
+    **options: Unpack[AppendOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`prefill_append` in float32, sequence by sequence; same arguments and effect on the cache.
 
     It computes as without `fp8_compute`.
     """
     check_keywords("prefill_append", options)
-    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    given = Arguments(q, cache, page_table, cu_seqlens_q, k_new, v_new, **options)
+    rope = given.rope
+    scale = q.shape[2] ** -0.5 if given.sm_scale is None else given.sm_scale
     turned_q, turned_k = q, k_new
     if rope is not None:
         turned_q = apply_rope_reference(q, rope).to(q.dtype)
@@ -115,10 +109,10 @@ def prefill_append_reference(
             torch.cat([v, v_new[rows].float()]),
             positions.to(q.device),
             sm_scale=scale,
-            logits_soft_cap=logits_soft_cap,
-            window_left=window_left,
+            logits_soft_cap=given.logits_soft_cap,
+            window_left=given.window_left,
             window_right=0,
-            sinks=sinks,
+            sinks=given.sinks,
             shift=None if shift is None else shift[rows],
         )
         size = page_table.page_size
@@ -130,4 +124,4 @@ def prefill_append_reference(
         slots[rows][held] = kept.int()
     exponent = "mse" if plan is None or plan.exponent is None else plan.exponent
     append_reference(cache, k_new, v_new, slots.to(q.device), rope=rope, exponent=exponent)
-    return finish(o, lse, out, options)
+    return finish(o, lse, given.out, options)

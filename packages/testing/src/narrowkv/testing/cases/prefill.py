@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
+from narrowkv.attn_prefill.arguments import AppendOptions, PrefillOptions
 from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
 from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.attn_prefill.planning import plan_append, plan_prefill
@@ -162,13 +163,14 @@ class PrefillCase(cases.CacheCase):
 
     def inputs(self, device: str = "cpu") -> PrefillInputs:
         """The tensors with the options of the call. Raises what `build` raises."""
-        options: dict[str, Any] = {"logits_soft_cap": self.logits_soft_cap, "window_left": self.window_left}
+        names = (AppendOptions if self.appends else PrefillOptions).__annotations__
+        options = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        options["sinks"] = None
         if self.appends:
             q, k_new, v_new, cache, table, starts, options["rope"] = self.build_append(device)
             before = cases.copy_cache(cache)
             inputs = PrefillInputs(self, q, cache, table, starts, options, (k_new, v_new), before)
         else:
-            options |= {"causal": self.causal, "window_right": self.window_right}
             if self.q_dtype.itemsize == 1:
                 options["q_descale"] = decode.Q_DESCALE
             inputs = PrefillInputs(self, *self.build(device), options)
