@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
-from engine_checks import BF16
+from engine_checks import BF16, watch
 from step_costs import MICROSECONDS, VIEWS, least_microseconds, operators
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -99,6 +99,16 @@ def test_a_layer_adds_little_time_to_its_planned_calls(monkeypatch):
     monkeypatch.setattr(backend, "append", lambda *args, **kwargs: None)
     monkeypatch.setattr(steps, "paged_decode", lambda *args, **kwargs: None)
     assert least_microseconds(lambda: layer.run(step, common.slot_mapping)) <= MICROSECONDS
+
+
+def test_a_decode_takes_the_invariant_prefill_where_vllm_asks_for_batch_invariance(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layer = Layer("fp8")
+    builder, common = make_step()
+    calls = watch(monkeypatch, (steps, "paged_decode"), (steps, "batch_prefill"), bound=BF16)
+    layer.run(builder.build(0, common), common.slot_mapping)
+    (call,) = calls
+    assert (call.name, call.options["plan"].batch_invariant) == ("batch_prefill", True)
 
 
 def test_steps_that_are_not_causal_are_refused():
