@@ -254,6 +254,38 @@ def test_a_graph_of_a_step_is_replayed_with_other_pages_and_lengths(format):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["ragged", "batch_invariant"])
+def test_a_graph_of_a_step_by_prefill_kernels_is_replayed_with_other_query_lengths(kind):
+    """What vLLM captures with adaptive verification or batch invariance; the plan is made in the capture."""
+    most = 1 if kind == "batch_invariant" else 3
+    cache = filled(3 * 8, device="cuda")
+    table = table_of([20, 97, 8], device="cuda")
+    q = torch.randn(3 * most, HEADS, DIM, device="cuda").bfloat16()
+    starts = torch.arange(0, 3 * most + 1, most, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(q)
+
+    def layer():
+        step = Step(3 * most, most, 8 * PAGE, starts, table, ragged=kind == "ragged")
+        attend(step, q, cache, out, max_batch=4, batch_invariant=kind == "batch_invariant")
+
+    layer()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer()
+    for lens, counts in (([21, 98, 9], [1, 3, 2]), ([128, 16, 0], [3, 1, 0]), ([1, 64, 77], [1, 1, 3])):
+        counts = [min(count, most) for count in counts]
+        table.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        table.page_ids.copy_(table.page_ids[torch.tensor([2, 0, 1], device="cuda")])
+        starts.copy_(torch.tensor([0, *counts]).cumsum(0))
+        q.copy_(torch.randn_like(q))
+        out.fill_(float("nan"))
+        graph.replay()
+        tokens = sum(counts)
+        exact = batch_prefill_reference(q[:tokens], cache, table, starts, out_dtype=torch.float32)
+        assert relative_l1(out[:tokens], exact) < BF16
+
+
+@pytest.mark.gpu
 def test_no_step_waits_for_a_gpu():
     """Decode and prefill steps queue their launches and read nothing back."""
     cache = filled(16, device="cuda")

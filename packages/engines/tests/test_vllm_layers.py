@@ -125,6 +125,16 @@ def test_a_layer_adds_little_time_to_its_planned_calls(monkeypatch):
     assert least_microseconds(lambda: layer.run(step, common.slot_mapping)) <= MICROSECONDS
 
 
+def test_a_decode_takes_the_invariant_prefill_where_vllm_asks_for_batch_invariance(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layer = Layer("fp8")
+    builder, common = make_step()
+    calls = watch(monkeypatch, (steps, "paged_decode"), (steps, "batch_prefill"), bound=BF16)
+    layer.run(builder.build(0, common), common.slot_mapping)
+    (call,) = calls
+    assert (call.name, call.options["plan"].batch_invariant) == ("batch_prefill", True)
+
+
 def test_steps_that_are_not_causal_are_refused():
     builder, common = make_step()
     common.causal = False

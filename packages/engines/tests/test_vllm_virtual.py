@@ -20,6 +20,7 @@ PROMPTS, NEW = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22]], 6
 SETTINGS = {
     "TRITON_VIRTUAL_GPU": "gfx942", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "NARROWKV_VLLM_INSTEAD_OF": "ROCM_ATTN",  # the first run leaves the choice to vLLM
     "VLLM_ROCM_USE_SKINNY_GEMM": "0",  # compiled products of few rows
 }  # fmt: skip
 
@@ -30,19 +31,29 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def found(model, tmp_path_factory):
-    """What vLLM generated, and how."""
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
+def folder(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return path
+
+
+def run(what, folder, **settings):
+    """What the worker says of vLLM in a process of its own."""
     path = os.pathsep.join([str(SCRIPT.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, SCRIPT, folder, json.dumps(PROMPTS), str(NEW)],
-        env={**os.environ, **SETTINGS, "PYTHONPATH": path}, capture_output=True, text=True, timeout=590,
-        check=False,
+        [sys.executable, SCRIPT, what, folder, json.dumps(PROMPTS), str(NEW)],
+        env={**os.environ, **SETTINGS, **settings, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=590, check=False,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, done.stderr[-3000:]
     return json.loads(lines[-1].removeprefix("FOUND "))
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """What vLLM generated, and how."""
+    return run("each way", folder)
 
 
 def test_each_token_is_the_one_that_transformers_takes_or_as_likely(model, found):
@@ -71,3 +82,10 @@ def test_graphs_that_vllm_captures_of_decode_steps_give_the_tokens_of_eager_step
     assert 4 in found["guesses"]["replays"]  # a token and three guesses
     assert not found["eager"]["graphs"]
     assert found["FP8"]["tokens"] == found["guesses"]["tokens"] == found["eager"]["tokens"]
+
+
+def test_a_prompt_has_the_same_chances_alone_and_beside_another_where_vllm_asks_for_batch_invariance(folder):
+    made = run("together and alone", folder, VLLM_BATCH_INVARIANT="1")
+    both, alone = len(PROMPTS), slice(len(PROMPTS), None)
+    assert made["tokens"][:both] == made["tokens"][alone]
+    assert made["chances"][:both] == made["chances"][alone]

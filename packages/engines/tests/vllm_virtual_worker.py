@@ -1,4 +1,6 @@
-"""`LLM.generate` of vLLM for ROCm on a virtual GPU, by Model Runner V2: MODEL, PROMPTS, NEW; prints as JSON.
+"""`LLM.generate` of vLLM for ROCm on a virtual GPU, by Model Runner V2.
+
+Arguments: WHAT, MODEL, PROMPTS, NEW; it prints what it saw as JSON.
 
 vLLM's wheel for CPUs has everything of it but compiled operations, which torch replaces here.
 """
@@ -32,20 +34,24 @@ import vllm.utils.platform_utils  # noqa: E402
 # A view of pinned memory is a compiled operation; vLLM copies where there is none.
 vllm.utils.platform_utils.is_uva_available = lambda: False
 
+import vllm._custom_ops  # noqa: E402
 import vllm.v1.worker.gpu_worker  # noqa: E402
 from engine_checks import BF16, watch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 
 from narrowkv.engines import steps  # noqa: E402
-from narrowkv.engines import vllm as narrow  # noqa: E402
 from narrowkv.engines.vllm import backend  # noqa: E402
 from narrowkv.engines.vllm.slots import cache_options  # noqa: E402
+
+# How much LDS a workgroup has, as batch-invariant products ask.
+vllm._custom_ops.get_max_shared_memory_per_block_device_attribute = lambda device: 65536
 
 # Kernels that narrowkv does not run; the module imports torchvision.
 vllm.v1.worker.gpu_worker.kernel_warmup = lambda worker: None
 
-PROMPTS, NEW = json.loads(sys.argv[2]), int(sys.argv[3])
+WHAT, MODEL = sys.argv[1:3]
+PROMPTS, NEW = json.loads(sys.argv[3]), int(sys.argv[4])
 
 
 class Replaces:
@@ -67,13 +73,24 @@ def count_replays(graph: Any, tokens: int, replays: list[int]) -> None:
     graph.replay = noted
 
 
-def generate(model: str, cache_dtype: str, *, graphs: bool, guesses: int = 0) -> dict[str, Any]:
-    """Tokens, and by what vLLM's runner made them."""
+def generate(
+    cache_dtype: str, *, graphs: bool, guesses: int = 0, chosen: str | None = "CUSTOM",
+    rounds: Any = (PROMPTS,),
+) -> dict[str, Any]:  # fmt: skip
+    """Tokens and their log-probabilities, and by what vLLM's runner made them.
+
+    Args:
+        cache_dtype: vLLM's.
+        graphs: whether decode steps are full graphs.
+        guesses: speculative tokens.
+        chosen: the backend; None for vLLM's automatic choice.
+        rounds: prompts that are generated together.
+    """
     guess = {"method": "ngram", "num_speculative_tokens": guesses, "prompt_lookup_max": 2}
     guess |= {"prompt_lookup_min": 1}
     replays: list[int] = []
     llm = LLM(
-        model, skip_tokenizer_init=True, dtype="bfloat16", attention_backend="CUSTOM", max_num_seqs=2,
+        MODEL, skip_tokenizer_init=True, dtype="bfloat16", attention_backend=chosen, max_num_seqs=2,
         max_model_len=64, block_size=32, max_num_batched_tokens=8, num_gpu_blocks_override=8,
         gpu_memory_utilization=0.01, speculative_config=guess if guesses else None,
         compilation_config={
@@ -86,11 +103,19 @@ def generate(model: str, cache_dtype: str, *, graphs: bool, guesses: int = 0) ->
     manager = runner.cudagraph_manager
     for desc, graph in manager.graphs.items():
         count_replays(graph, desc.uniform_token_count, replays)
-    settings = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], settings, use_tqdm=False)
+    settings = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
+    made = [
+        each.outputs[0]
+        for prompts in rounds
+        for each in llm.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
+    ]
     layers = runner.compilation_config.static_forward_context.values()
     found = {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "tokens": [list(each.token_ids) for each in made],
+        "chances": [
+            [step[token].logprob for token, step in zip(each.token_ids, each.logprobs, strict=True)]
+            for each in made
+        ],
         "runner": f"{type(runner).__module__}.{type(runner).__name__}",
         "graphs": sorted((desc.num_reqs, desc.uniform_token_count) for desc in manager.graphs),
         "replays": replays, "caches": sorted({str(layer.impl._cache[1].format) for layer in layers}),
@@ -101,21 +126,25 @@ def generate(model: str, cache_dtype: str, *, graphs: bool, guesses: int = 0) ->
     return found
 
 
-def main(model: str) -> None:
-    """Generates with and without graphs, in 16 bits and FP8, with and without guesses."""
-    assert HAS_TRITON
-    narrow.register()
+def each_way() -> dict[str, Any]:
+    """With and without graphs, in 16 bits and FP8, with and without guesses."""
     places = (backend, "append"), (steps, "paged_decode"), (steps, "batch_prefill")
     found = {
-        "16 bits": generate(model, "auto", graphs=True),
-        "FP8": generate(model, "fp8", graphs=True),
-        "guesses": generate(model, "fp8", graphs=True, guesses=3),
+        "16 bits": generate("auto", graphs=True, chosen=None),
+        "FP8": generate("fp8", graphs=True),
+        "guesses": generate("fp8", graphs=True, guesses=3),
     }
     calls = watch(Replaces(), *places, bound=BF16)  # type: ignore[arg-type]
-    found["eager"] = generate(model, "fp8", graphs=False)
+    found["eager"] = generate("fp8", graphs=False)
     kinds = {(call.name, call.cache.k.is_cuda) for call in calls}
-    print("FOUND", json.dumps({**found, "calls": sorted(kinds), "device": torch.cuda.get_device_name()}))
+    return {**found, "calls": sorted(kinds), "device": torch.cuda.get_device_name()}
+
+
+def together_and_alone() -> dict[str, Any]:
+    """All prompts in one batch, and then each by itself."""
+    return generate("fp8", graphs=True, rounds=(PROMPTS, *([prompt] for prompt in PROMPTS)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    assert HAS_TRITON
+    print("FOUND", json.dumps({"each way": each_way, "together and alone": together_and_alone}[WHAT]()))
