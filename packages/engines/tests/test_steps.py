@@ -202,7 +202,7 @@ def test_plans_of_prefills_outlive_their_steps_and_share_one_workspace():
         return dict(steps._prefill_plans)
 
     first = run((9, 5), (80, 50))
-    assert run((12, 7), (75, 55)) == first  # about as large: the same plan
+    assert run((10, 4), (75, 55)) == first  # about as large: the same plan
     larger = run((30, 5), (120, 50))
     assert len(larger) == 1  # its scratch is larger, so the smaller one is gone
     assert first.keys().isdisjoint(larger)

@@ -204,7 +204,7 @@ def few_classes(
         The classes, in the order of query tokens; and the fewest query tokens of sequences that are in none
         of them, or `ANY_LEN` where there can be no such sequences.
     """
-    bounds = few_bounds(target, shape, formats, widened)
+    bounds = [each for each in few_bounds(target, shape, formats, widened) if each[0] >= shape.min_q_len]
     longest = min(shape.max_q_len, shape.num_tokens)
     if shape.batch == 1:
         fitting = [FewClass((0, bound), rows) for bound, rows in bounds if longest <= bound]
@@ -212,8 +212,6 @@ def few_classes(
     classes: list[FewClass] = []
     least = 0
     for bound, rows in bounds:
-        if bound < shape.min_q_len:
-            continue
         classes.append(FewClass((least, bound), rows))
         least = bound + 1
         if longest <= bound:

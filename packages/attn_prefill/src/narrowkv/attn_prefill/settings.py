@@ -285,6 +285,7 @@ class PrefillSettings(Plan):
             split_config(self.target, self.shape, (0, most), block_m, "")
             for bounds in found
             for most, block_m in bounds
+            if most >= self.shape.min_q_len
         ]
 
     def configs_of_calls(self) -> list[tuple[PrefillConfig, PrefillShape]]:

@@ -79,19 +79,21 @@ class Step:
         return not self.ragged and few and self.num_tokens == self.table.batch_size * self.max_query_len
 
     @functools.cached_property
-    def prefill_sizes(self) -> tuple[int, int, int, int, int]:
-        """Bounds of a plan for steps of about this size: batch, max_q_len, max_seq_len, kv_tokens, min_q_len.
+    def prefill_sizes(self) -> tuple[int, int, int, int, int, int]:
+        """Bounds of a plan for steps of about this size: of a `PrefillShape`.
 
-        All but kv_tokens are powers of two.
+        They are batch, num_tokens, max_q_len, max_seq_len, kv_tokens and min_q_len. What memory goes with is
+        rounded up by a quarter at most, the others to powers of two.
         """
         batch, max_q_len = _at_least(self.table.batch_size), _at_least(self.max_query_len)
+        num_tokens = min(_at_least(self.num_tokens, 4), batch * max_q_len)
         max_seq_len = max(min(_at_least(self.max_seq_len), self.table.capacity), 1)
         kv_tokens = batch * max_seq_len
         if self.max_kv_tokens:
             kv_tokens = min(kv_tokens, _at_least(self.max_kv_tokens, 4))
         # Classes of few query tokens have at most this many.
         min_q_len = 1 << min(self.min_query_len, 64).bit_length() >> 1
-        return batch, max_q_len, max_seq_len, kv_tokens, min_q_len
+        return batch, num_tokens, max_q_len, max_seq_len, kv_tokens, min_q_len
 
 
 def divide(
@@ -281,9 +283,9 @@ def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, batch_invari
     plan = _prefill_plans.get(key)
     captures = q.is_cuda and torch.cuda.is_current_stream_capturing()
     if plan is None:
-        batch, max_q_len, max_seq_len, kv_tokens, min_q_len = step.prefill_sizes
+        batch, num_tokens, max_q_len, max_seq_len, kv_tokens, min_q_len = step.prefill_sizes
         shape = PrefillShape(
-            batch=batch, num_tokens=batch * max_q_len, max_q_len=max_q_len, num_qo_heads=q.shape[1],
+            batch=batch, num_tokens=num_tokens, max_q_len=max_q_len, num_qo_heads=q.shape[1],
             num_kv_heads=cache.num_kv_heads, head_dim=q.shape[2], page_size=cache.page_size,
             max_seq_len=max_seq_len, kv_tokens=kv_tokens, q_dtype=q.dtype, min_q_len=min_q_len,
         )  # fmt: skip
