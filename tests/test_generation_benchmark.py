@@ -24,14 +24,14 @@ def run(monkeypatch, *options):
 @pytest.mark.parametrize("how", [["--fill"], ["--chunk", 8]])
 def test_rows_are_measured_and_added_to_a_file(monkeypatch, tmp_path, how):
     out = tmp_path / "out.json"
-    for names in ("dynamic-sdpa", "bf16,dynamic-flash"):
+    for names in ("dynamic-sdpa-flash", "bf16,dynamic-flash"):
         run(monkeypatch, *TINY.split(), names, *how, "--out", out)
     found = json.loads(out.read_text())
     assert len(found["commands"]) == 2
     assert "glm4_moe, 1 layers" in found["shape"]
     *measured, skipped = found["rows"]
     assert [(row["cache"], row["batch"], row["context"]) for row in measured] == [
-        ("dynamic-sdpa", 2, 20), ("dynamic-sdpa", 2, 9), ("bf16", 2, 20), ("bf16", 2, 9)
+        ("dynamic-sdpa-flash", 2, 20), ("dynamic-sdpa-flash", 2, 9), ("bf16", 2, 20), ("bf16", 2, 9)
     ]  # fmt: skip
     assert all(row["step_ms"] > 0 and row["logits_error"] < 0.05 for row in measured)
     assert all(("prefill_s" in row) == (how != ["--fill"]) for row in measured)
@@ -114,7 +114,7 @@ def test_the_table_and_the_plot_of_a_stored_run(monkeypatch, tmp_path):
     assert "| 64 | 2048 | 100 | - | 250 |" in lines
     assert "| 64 | 131072 | does not fit | - | 50 |" in lines
     assert "| 64 | 131072 | does not fit | - | 1.00, 1.50 |" in lines
-    assert "DynamicCache, flash was not measured: FlashAttention2 is not installed." in lines
+    assert "DynamicCache, FA2 was not measured: FlashAttention2 is not installed." in lines
     speed, memory = results.generate("generate-h100")
     assert [[bar.text for bar in group.bars] for group in speed.groups] == [["1.00 x", "2.50 x"]]
     assert [group.heading for group in memory.groups] == [
