@@ -114,7 +114,7 @@ def test_the_table_and_the_plot_of_a_stored_run(monkeypatch, tmp_path):
     assert "| 64 | 2048 | 100 | - | 250 |" in lines
     assert "| 64 | 131072 | does not fit | - | 50 |" in lines
     assert "| 64 | 131072 | does not fit | - | 1.00, 1.50 |" in lines
-    assert "DynamicCache, FA2 was not measured: FlashAttention2 is not installed." in lines
+    assert "DynamicCache, flash was not measured: FlashAttention2 is not installed." in lines
     speed, memory = results.generate("generate-h100")
     assert [[bar.text for bar in group.bars] for group in speed.groups] == [["1.00 x", "2.50 x"]]
     assert [group.heading for group in memory.groups] == [

@@ -354,8 +354,8 @@ def accuracy() -> Chart:
 # Caches of `benchmarks/engines_transformers.py`.
 GENERATED = {
     "dynamic-sdpa": ("DynamicCache, SDPA", ORANGE),
-    "dynamic-sdpa-flash": ("DynamicCache, flash", RED),
-    "dynamic-flash": ("DynamicCache, FA2", RED),
+    "dynamic-sdpa-flash": ("DynamicCache, torch flash", RED),
+    "dynamic-flash": ("DynamicCache, flash", RED),
     "static-sdpa": ("StaticCache, SDPA", GREY),
     "static-narrowkv": ("StaticCache, narrowkv", RED),
     "fp8": ("narrowkv, FP8", BLUE),
@@ -382,7 +382,7 @@ def generate(name: str) -> list[Chart]:
     model = wrap(", ".join(load(name)["shape"].split(", ")[:3]), 66)
     speed, memory = [], []
     for (batch, context), found in cells.items():
-        measured = {cache: found[cache] for cache in GENERATED if "step_ms" in found.get(cache, {})}
+        measured = {cache: row for cache, row in found.items() if "step_ms" in row and cache in GENERATED}
         heading = f"batch {batch}, context {context}"
         if base := measured.get(measure):
             bars = []
