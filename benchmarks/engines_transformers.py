@@ -24,11 +24,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -68,11 +70,17 @@ class Kind:
         attention: transformers' name of it.
         make: of a configuration and the tokens of a row: a cache.
         error: largest relative L1 error of logits against a DynamicCache with SDPA.
+        kernels: those of torch's SDPA that may run; empty for torch's own choice.
     """
 
     attention: str
     make: Callable[[Any, int], Any]
     error: float
+    kernels: tuple[SDPBackend, ...] = ()
+
+    def chosen(self) -> AbstractContextManager[None]:
+        """Where this is entered, SDPA takes these kernels."""
+        return sdpa_kernel(list(self.kernels)) if self.kernels else nullcontext()
 
 
 def narrow_kind(error: float, **options: Any) -> Kind:
@@ -87,6 +95,10 @@ def quantized_kind(backend: str, **options: Any) -> Kind:
 
 KINDS = {
     "dynamic-sdpa": Kind("sdpa", lambda config, length: DynamicCache(config=config), 0.0),
+    # torch may choose cuDNN's kernel, which prepares every new length of the keys.
+    "dynamic-sdpa-flash": Kind(
+        "sdpa", lambda config, length: DynamicCache(config=config), 0.05, (SDPBackend.FLASH_ATTENTION,)
+    ),
     "dynamic-flash": Kind("flash_attention_2", lambda config, length: DynamicCache(config=config), 0.05),
     "static-sdpa": Kind("sdpa", lambda config, length: StaticCache(config, max_cache_len=length), 0.05),
     "static-narrowkv": Kind(
@@ -101,7 +113,7 @@ KINDS = {
     "quantized-hqq": quantized_kind("hqq", nbits=4),
     "quantized-fp8": quantized_kind("fp8"),
 }
-DEFAULT_KINDS = ("dynamic-sdpa", "dynamic-flash", "static-sdpa", "fp8", "k8v4", "fp4")
+DEFAULT_KINDS = ("dynamic-sdpa", "dynamic-sdpa-flash", "dynamic-flash", "static-sdpa", "fp8", "k8v4", "fp4")
 
 
 def make_model(shape: str, layers: int | None, device: str) -> Any:
@@ -211,9 +223,11 @@ def logits_error(kind: Kind, model: Any, device: str) -> float:
     for each in (kind, KINDS["dynamic-sdpa"]):
         model.set_attn_implementation(each.attention)
         cache = each.make(model.config, CHECKED + 1)
-        parts = [
-            model(part, past_key_values=cache).logits[:, -1].float() for part in ids.split([CHECKED, 1], 1)
-        ]
+        with each.chosen():
+            parts = [
+                model(part, past_key_values=cache).logits[:, -1].float()
+                for part in ids.split([CHECKED, 1], 1)
+            ]
         found.append(torch.cat(parts))
     return relative_l1(*found)
 
@@ -233,10 +247,11 @@ def measure(kind: Kind, model: Any, batch: int, context: int, options: argparse.
     clock = StepClock(device)
     begun = time.perf_counter()
     how: Row = {} if options.fill else {"prefill_chunk_size": options.chunk}
-    model.generate(
-        ids, past_key_values=cache, max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
-        stopping_criteria=[clock], **how,
-    )  # fmt: skip
+    with kind.chosen():
+        model.generate(
+            ids, past_key_values=cache, max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
+            stopping_criteria=[clock], **how,
+        )  # fmt: skip
     times = clock.step_ms()
     step = statistics.median(times[len(times) // 4 :])
     row: Row = {"step_ms": round(step, 3), "tokens_per_s": round(batch / step * 1e3, 1)}

@@ -24,14 +24,14 @@ def run(monkeypatch, *options):
 @pytest.mark.parametrize("how", [["--fill"], ["--chunk", 8]])
 def test_rows_are_measured_and_added_to_a_file(monkeypatch, tmp_path, how):
     out = tmp_path / "out.json"
-    for names in ("dynamic-sdpa", "bf16,dynamic-flash"):
+    for names in ("dynamic-sdpa-flash", "bf16,dynamic-flash"):
         run(monkeypatch, *TINY.split(), names, *how, "--out", out)
     found = json.loads(out.read_text())
     assert len(found["commands"]) == 2
     assert "glm4_moe, 1 layers" in found["shape"]
     *measured, skipped = found["rows"]
     assert [(row["cache"], row["batch"], row["context"]) for row in measured] == [
-        ("dynamic-sdpa", 2, 20), ("dynamic-sdpa", 2, 9), ("bf16", 2, 20), ("bf16", 2, 9)
+        ("dynamic-sdpa-flash", 2, 20), ("dynamic-sdpa-flash", 2, 9), ("bf16", 2, 20), ("bf16", 2, 9)
     ]  # fmt: skip
     assert all(row["step_ms"] > 0 and row["logits_error"] < 0.05 for row in measured)
     assert all(("prefill_s" in row) == (how != ["--fill"]) for row in measured)
