@@ -163,7 +163,7 @@ def test_long_decodes_leave_the_scratch_to_prefills():
 
 
 def test_kept_plans_reserve_little_more_than_the_step_takes():
-    # Bounds of a request times the number of requests are 16 times the step's tokens.
+    # 64 times the keys of the longest request are three times the keys of all.
     cache = PagedKVCache.empty(1, PAGE, 8, 128, format="fp8_e4m3fnuz", k_descale=1.0, v_descale=1.0)
     q_lens, lens = (20,) * 63 + (512,), (300,) * 63 + (900,)
     starts = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32)
