@@ -9,7 +9,7 @@ import torch
 from engine_checks import BF16
 
 from narrowkv.attn_decode import DecodeShape, paged_decode_reference
-from narrowkv.attn_prefill import batch_prefill_reference
+from narrowkv.attn_prefill import batch_prefill_reference, plan_prefill
 from narrowkv.engines import steps
 from narrowkv.engines.steps import Step, attend, divide, reserve_decode
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
@@ -189,6 +189,23 @@ def test_long_decodes_leave_the_scratch_to_prefills():
             kernels = {plan.shape.batch: plan.config.kernel for plan in steps._prefill_plans.values()}
             assert kernels == {1: "dense", 32: "fused"}
             steps._prefill_plans.clear()
+
+
+def test_kept_plans_reserve_little_more_than_the_step_takes():
+    # 64 times the keys of the longest request are three times the keys of all.
+    cache = PagedKVCache.empty(1, PAGE, 8, 128, format="fp8_e4m3fnuz", k_descale=1.0, v_descale=1.0)
+    q_lens, lens = (20,) * 63 + (512,), (300,) * 63 + (900,)
+    starts = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32)
+    table = PageTable.from_block_table(
+        torch.zeros(64, 64, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32), page_size=PAGE
+    )
+    q = torch.empty(sum(q_lens), 96, 128, dtype=torch.bfloat16)
+    with executing(NullExecutor(get_target("gfx942"))):
+        bounds = {"max_q_len": 512, "max_seq_len": 900, "max_kv_tokens": sum(lens)}
+        exact = plan_prefill(q, cache, table, starts, **bounds).workspace_bytes()
+        step = divide(Step(len(q), 512, 900, starts, table), starts.tolist(), lens)
+        attend(step, q, cache, torch.empty_like(q), max_batch=64)
+    assert steps._scratch[torch.device("cpu")].num_bytes <= 1.25 * exact
 
 
 def test_plans_of_prefills_outlive_their_steps_and_share_one_workspace():
