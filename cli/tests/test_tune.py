@@ -112,6 +112,18 @@ def test_rows_are_written_continued_shown_and_used(
     assert "cannot be read" in markdown(report_document({"gpus": []}, []))
 
 
+def test_a_class_that_does_not_fit_in_memory_is_left_out(
+    gpus: list[CpuGpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(tune, "tune_shapes", full)
+    result = narrowkv(f"{SMALL} --file", tmp_path / "tuned.json")
+    assert result.stderr.count("does not fit in the GPU's memory: 4/1 heads of 64") == 2
+    assert "0 shape classes" in result.stdout
+
+
 def test_a_file_of_another_gpu_is_not_continued(gpus: list[CpuGpu], tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     tuned.TuneFile.of(get_target("gfx942"), "MI300X").write(file)

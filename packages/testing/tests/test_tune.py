@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from narrowkv.testing.bench.timing import Timing
 from narrowkv.testing.tune import TUNED_FAMILIES, TUNED_MODELS, TuneSettings, family_of
@@ -56,7 +57,7 @@ class Run:
 
     def __call__(self) -> torch.Tensor:
         if self.choice.fault == "fails":
-            raise RuntimeError("out of resource: shared memory")
+            raise OutOfResources(2**20, 2**16, "shared memory")
         return self._out.fill_(2.0 if self.choice.fault == "wrong" else 1.0)
 
     def replay(self) -> None:
