@@ -96,6 +96,7 @@ def test_rows_are_written_continued_shown_and_used(
     shown = narrowkv("tune --show --file", file)
     assert "2 of 2 shape classes have a configuration faster than the shipped one" in shown.stdout
     assert "block_n 32" in shown.stdout
+    assert "in the place of decode: tiles of 16 rows x 128 keys" in shown.stdout
 
     shape = DecodeShape(2, 1, 4, 1, 64, 16, 32)
     plan = partial(plan_decode, shape, "fp8_e4m3fn", device="cpu")

@@ -177,6 +177,8 @@ def show(report: Report, file: Path) -> ExitCode:
     rows = list(found.rows.values())
     _show_rows(report, rows)
     changed = [row for row in rows if row.choice]
+    for row in changed:
+        report.line(f"{row.family}, {row.shape}: in the place of {row.shipped}")
     report.line(
         f"{len(changed)} of {len(rows)} shape classes have a configuration faster than the shipped one"
     )

@@ -56,7 +56,7 @@ class Shapes(Generic[Choice]):
     Attributes:
         family: of kernels.
         name: of the class, as its rows have it.
-        measured: shapes of it, in words.
+        measured: shapes of it, in words; shipped: the shipped configuration of the first of them, likewise.
         choices: configurations to try; refined: further ones like the fastest of them.
         trials: for each measured shape, makes a call by a configuration, or by the shipped one for None.
     """
@@ -64,6 +64,7 @@ class Shapes(Generic[Choice]):
     family: str
     name: str
     measured: tuple[str, ...]
+    shipped: str
     choices: Sequence[Choice]
     refined: Callable[[Choice], Sequence[Choice]]
     trials: tuple[Callable[[Choice | None], TunedCall], ...]
@@ -271,7 +272,8 @@ def tune_shapes(
     best = min(faster, key=lambda choice: _ratio(faster[choice], shipped_us), default=None)
     kept: Mapping[str, Any] | None = None if best is None else asdict(best)  # type: ignore[call-overload]
     return TunedRow(
-        shapes.family, shapes.name, kept, shipped_us, shipped_us if best is None else faster[best],
+        shapes.family, shapes.name, kept, shapes.shipped, shipped_us,
+        shipped_us if best is None else faster[best],
         round(spread, 3), shapes.measured, counts.tried, counts.spilled, counts.wrong, counts.failed,
     )  # fmt: skip
 
