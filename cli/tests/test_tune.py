@@ -96,6 +96,7 @@ def test_rows_are_written_continued_shown_and_used(
     shown = narrowkv("tune --show --file", file)
     assert "2 of 2 shape classes have a configuration faster than the shipped one" in shown.stdout
     assert "block_n 32" in shown.stdout
+    assert "in the place of decode: tiles of 16 rows x 128 keys" in shown.stdout
 
     shape = DecodeShape(2, 1, 4, 1, 64, 16, 32)
     plan = partial(plan_decode, shape, "fp8_e4m3fn", device="cpu")
@@ -110,6 +111,18 @@ def test_rows_are_written_continued_shown_and_used(
     assert "- configurations of a tune file: 2 shape classes" in markdown(written)
     file.write_text("{")
     assert "cannot be read" in markdown(report_document({"gpus": []}, []))
+
+
+def test_a_class_that_does_not_fit_in_memory_is_left_out(
+    gpus: list[CpuGpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(tune, "tune_shapes", full)
+    result = narrowkv(f"{SMALL} --file", tmp_path / "tuned.json")
+    assert result.stderr.count("does not fit in the GPU's memory: 4/1 heads of 64") == 2
+    assert "0 shape classes" in result.stdout
 
 
 def test_a_file_of_another_gpu_is_not_continued(gpus: list[CpuGpu], tmp_path: Path) -> None:

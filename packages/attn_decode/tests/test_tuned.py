@@ -31,7 +31,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def name(choice: DecodeChoice, shape: DecodeShape, target: str) -> None:
         row = TunedRow(
-            "decode", shape_class(shape, FP8, FP8, 0), asdict(choice), (10.0,), (8.0,), 0.0, ("1 x 1",),
+            "decode", shape_class(shape, FP8, FP8, 0), asdict(choice), "", (10.0,), (8.0,), 0.0, ("1 x 1",),
             1, 0, 0, 0,
         )  # fmt: skip
         path = tmp_path / "tuned.json"

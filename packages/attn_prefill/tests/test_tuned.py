@@ -37,7 +37,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def name(choice: PrefillChoice, shape: PrefillShape, target: str) -> None:
         named = shape_class(shape, (FP8, FP8), True)
         row = TunedRow(
-            "prefill", named, asdict(choice), (10.0,), (8.0,), 0.0, ("8 over 8",), 1, 0, 0, 0
+            "prefill", named, asdict(choice), "", (10.0,), (8.0,), 0.0, ("8 over 8",), 1, 0, 0, 0
         )  # fmt: skip
         path = tmp_path / "tuned.json"
         TuneFile.of(get_target(target), "GPU", [row]).write(path)

@@ -27,7 +27,9 @@ class Choice:
             raise ValueError(f"block must be 16 or 32, got {self.block!r}")
 
 
-ROW = TunedRow("decode", "a class", {"block": 32}, (10.0, 7.5), (8.0, 7.0), 0.02, ("1 x 64",), 3, 1, 0, 1)
+ROW = TunedRow(
+    "decode", "a class", {"block": 32}, "block 16", (10.0, 7.5), (8.0, 7.0), 0.02, ("1 x 64",), 3, 1, 0, 1
+)  # fmt: skip
 
 
 @pytest.fixture

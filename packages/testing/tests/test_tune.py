@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from narrowkv.testing.bench.timing import Timing
 from narrowkv.testing.tune import TUNED_FAMILIES, TUNED_MODELS, TuneSettings, family_of
@@ -56,7 +57,7 @@ class Run:
 
     def __call__(self) -> torch.Tensor:
         if self.choice.fault == "fails":
-            raise RuntimeError("out of resource: shared memory")
+            raise OutOfResources(2**20, 2**16, "shared memory")
         return self._out.fill_(2.0 if self.choice.fault == "wrong" else 1.0)
 
     def replay(self) -> None:
@@ -71,7 +72,7 @@ def _shapes(*choices: Made, refined: Callable[[Made], Sequence[Made]] = lambda _
         return TunedCall(run, lambda out: float((out - 1).abs().max()), 0.01)
 
     trials = (partial(trial, 0), partial(trial, 1))
-    return Shapes("decode", "a class", ("4 x 64", "3 x 48"), choices, refined, trials)
+    return Shapes("decode", "a class", ("4 x 64", "3 x 48"), "the shipped one", choices, refined, trials)
 
 
 FAULTS = (
@@ -86,6 +87,7 @@ def test_the_fastest_right_configuration_is_kept_and_others_are_counted() -> Non
     assert (row.shipped_us, row.tuned_us) == ((100.0, 50.0), (80.0, 45.0))
     assert (row.tried, row.spilled, row.wrong, row.failed) == (6, 1, 2, 1)
     assert row.spread == pytest.approx(0.02)
+    assert row.shipped == "the shipped one"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_variants_of_the_fastest_are_tried_after_it() -> None:
 def test_a_wrong_shipped_configuration_ends_the_search() -> None:
     shapes = _shapes(Made((80.0, 40.0)))
     broken = Shapes(
-        *(getattr(shapes, name) for name in ("family", "name", "measured", "choices", "refined")),
+        *(getattr(shapes, name) for name in ("family", "name", "measured", "shipped", "choices", "refined")),
         trials=tuple(lambda choice, make=make: make(choice or FAULTS[1]) for make in shapes.trials),
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="decode, a class: the shipped configuration is wrong"):

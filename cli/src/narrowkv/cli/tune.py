@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,17 +68,22 @@ def tune(
                 if time.monotonic() < end:
                     line.tell(f"compiling for {len(group)} shape classes")
                     for family, chosen in group:
-                        gpu.add(family.open(chosen))
+                        with contextlib.suppress(torch.cuda.OutOfMemoryError):  # told below
+                            gpu.add(family.open(chosen))
                     gpu.compile(jobs)
                 for family, chosen in group:
                     if time.monotonic() > end:
                         late += 1
                         continue
                     key = _key((family, chosen))
-                    rows[key] = tune_shapes(
-                        family.open(chosen), gpu,
-                        lambda done, total: line.tell(f"{done} of {total} configurations"),
-                    )  # fmt: skip
+                    try:
+                        rows[key] = tune_shapes(
+                            family.open(chosen), gpu,
+                            lambda done, total: line.tell(f"{done} of {total} configurations"),
+                        )  # fmt: skip
+                    except torch.cuda.OutOfMemoryError:
+                        report.note(f"left out, because it does not fit in the GPU's memory: {key[1]}")
+                        continue
                     replace(found, rows=rows).write(file)
                     line.advance(key[1])
         except KeyboardInterrupt:
@@ -171,6 +177,8 @@ def show(report: Report, file: Path) -> ExitCode:
     rows = list(found.rows.values())
     _show_rows(report, rows)
     changed = [row for row in rows if row.choice]
+    for row in changed:
+        report.line(f"{row.family}, {row.shape}: in the place of {row.shipped}")
     report.line(
         f"{len(changed)} of {len(rows)} shape classes have a configuration faster than the shipped one"
     )

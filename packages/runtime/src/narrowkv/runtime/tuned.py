@@ -44,6 +44,7 @@ class TunedRow:
         shape: the shape class, as the family writes it.
         choice: the fields of the configuration, as the family names them; None where the shipped
             configuration was the fastest.
+        shipped: the shipped configuration at the first measured shape, in words.
         shipped_us: median device time of the shipped configuration at each measured shape of the class.
         tuned_us: the same of `choice`.
         spread: the largest (p90 - p10) / median of those times.
@@ -56,6 +57,7 @@ class TunedRow:
     family: str
     shape: str
     choice: Mapping[str, Any] | None
+    shipped: str
     shipped_us: tuple[float, ...]
     tuned_us: tuple[float, ...]
     spread: float

@@ -91,7 +91,8 @@ class DecodeFamily:
         target = active_target(q.device)
         tried = choices(target, first.shape.head_dim, first.shape.capacity) if is_tuned(first.config) else []
         measured = tuple(f"{sizes.batch} x {sizes.context}" for sizes in chosen)
-        return Shapes("decode", name, measured, tried, partial(merges, target), tuple(trials))
+        shipped = first.config.explain(first.shape)
+        return Shapes("decode", name, measured, shipped, tried, partial(merges, target), tuple(trials))
 
     def _plan(
         self, q: torch.Tensor, cache: PagedKVCache, table: PageTable, choice: DecodeChoice | None

@@ -91,7 +91,9 @@ class PrefillFamily:
         first, target = plans[0], active_target(plans[0].device)
         tried = choices(target, first.shape.head_dim) if is_tuned(first.shape, first.config) else []
         measured = tuple(f"{sizes.new} over {sizes.prefix}" for sizes in chosen)
-        return Shapes("prefill", self.name_of(chosen), measured, tried, splits, tuple(trials))
+        return Shapes(
+            "prefill", self.name_of(chosen), measured, first.explain(), tried, splits, tuple(trials)
+        )
 
 
 def _plan(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -19,7 +20,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import KernelSpec, recording, warmup
 from narrowkv.runtime.launch.gpu import gpu_launch
 from narrowkv.runtime.tuned import TunedRow
@@ -56,7 +56,7 @@ class Shapes(Generic[Choice]):
     Attributes:
         family: of kernels.
         name: of the class, as its rows have it.
-        measured: shapes of it, in words.
+        measured: shapes of it, in words; shipped: the shipped configuration of the first of them, likewise.
         choices: configurations to try; refined: further ones like the fastest of them.
         trials: for each measured shape, makes a call by a configuration, or by the shipped one for None.
     """
@@ -64,6 +64,7 @@ class Shapes(Generic[Choice]):
     family: str
     name: str
     measured: tuple[str, ...]
+    shipped: str
     choices: Sequence[Choice]
     refined: Callable[[Choice], Sequence[Choice]]
     trials: tuple[Callable[[Choice | None], TunedCall], ...]
@@ -93,23 +94,24 @@ class Gpu:
 
     def __init__(self, samples: int = 10) -> None:
         self.timer = GraphTimer(samples=samples, seconds=0.05)
-        self._noted: dict[KernelSpec, None] = {}
-        self._compiled: set[KernelSpec] = set()
+        # By their bytes: tensor descriptors among arguments have no hash.
+        self._noted: dict[bytes, KernelSpec] = {}
+        self._compiled: set[bytes] = set()
 
     def add(self, shapes: Shapes[Any]) -> None:
         """Notes what a search of a class has to compile, as far as it is known beforehand."""
         # Variants differ in kernels of their own, such as a merge, that all tiles share.
         variants = [other for choice in shapes.choices[:_SPLITS] for other in shapes.refined(choice)]
         for choice, make in product((None, *shapes.choices, *variants), shapes.trials):
-            self._noted |= dict.fromkeys(_specs(partial(make, choice)))
+            self._noted |= {pickle.dumps(spec): spec for spec in _specs(partial(make, choice))}
 
     def compile(self, jobs: int | None) -> None:
         """Compiles what was noted, in parallel.
 
         A kernel that does not compile fails again where its configuration is tried.
         """
-        new = [spec for spec in self._noted if spec not in self._compiled]
-        self._compiled.update(new)
+        new = [spec for key, spec in self._noted.items() if key not in self._compiled]
+        self._compiled.update(self._noted)
         self._noted.clear()
         with contextlib.suppress(RuntimeError):
             warmup(new, processes=jobs)
@@ -129,7 +131,7 @@ def _specs(make: Callable[[], TunedCall]) -> list[KernelSpec]:
     with recording() as recorder:
         try:
             make().run()
-        except (ValueError, RuntimeError):
+        except ValueError:
             return []
     return recorder.specs()
 
@@ -170,9 +172,11 @@ def _first_times(
             trial = make(choice)  # lives as long as its graph, which uses its plan's memory
             graph = _checked(trial, gpu)
             spills = gpu.spills(trial)
-        except (UnsupportedError, ValueError, RuntimeError) as error:
-            # A configuration whose tiles do not fit is refused by the compiler or the driver.
-            if choice is None or isinstance(error, torch.cuda.OutOfMemoryError):
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception:
+            # Triton's own errors, of tiles that do not fit or do not compile, have no common class.
+            if choice is None:
                 raise
             counts.failed += 1
             return []
@@ -268,7 +272,8 @@ def tune_shapes(
     best = min(faster, key=lambda choice: _ratio(faster[choice], shipped_us), default=None)
     kept: Mapping[str, Any] | None = None if best is None else asdict(best)  # type: ignore[call-overload]
     return TunedRow(
-        shapes.family, shapes.name, kept, shipped_us, shipped_us if best is None else faster[best],
+        shapes.family, shapes.name, kept, shapes.shipped, shipped_us,
+        shipped_us if best is None else faster[best],
         round(spread, 3), shapes.measured, counts.tried, counts.spilled, counts.wrong, counts.failed,
     )  # fmt: skip
 
