@@ -75,8 +75,8 @@ def test_the_memory_of_a_plan_holds_that_of_every_call(appends: bool, granularit
             for part in (config, config.otherwise):
                 if part is None or part.kernel == "decode":
                     continue
-                exact = plan.needs(of_call, part, exact=True)
-                held = plan.needs(plan.shape, part, exact=False)
+                exact = plan.memory_sizes(of_call, part, exact=True)
+                held = plan.memory_sizes(plan.shape, part, exact=False)
                 for name, (sizes, dtype) in exact.blocks.items():
                     assert dtype == held.blocks[name][1]
                     assert math.prod(sizes) <= math.prod(held.blocks[name][0]), name

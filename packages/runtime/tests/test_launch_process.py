@@ -263,7 +263,7 @@ except UnsupportedError as error:
 
 
 def test_an_error_of_another_kind_of_file_is_left_as_it_is() -> None:
-    from narrowkv.runtime.launch.cache_folder import explained_cache_errors
+    from narrowkv.runtime.launch.kernel_cache import explained_cache_errors
 
     with pytest.raises(FileNotFoundError, match="No such file") as caught, explained_cache_errors():
         Path("/nowhere/at all").read_text()

@@ -177,7 +177,8 @@ class DecodePlan(Plan):
 
     def call(self, given: DecodeArguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """A call by this plan; see `run`."""
-        q, cache, page_table, q_descale, out, sinks, lse, *_ = given
+        q, cache, page_table, q_descale = given.q, given.cache, given.page_table, given.q_descale
+        out, sinks, lse, return_lse = given.out, given.sinks, given.lse, given.return_lse
         bound = self._caches.get(id(cache))
         table = BOUND_TABLES.get(id(page_table))
         if bound is None or table is None:
@@ -212,7 +213,7 @@ class DecodePlan(Plan):
             if _may_overlap(call, bound, table, given):
                 refuse_overlap(out, lse, _inputs(given))
         o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
-        if lse is None and given.return_lse:
+        if lse is None and return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if call.empty:
             o.zero_()
@@ -238,7 +239,7 @@ class DecodePlan(Plan):
                 cache_k_descale=reading.k_descale.ptr, cache_v_descale=reading.v_descale.ptr,
                 k_balance=transform.balance, k_offset=transform.offset, block=block, counters=counters,
             )  # fmt: skip
-        return (o, lse) if given.return_lse and lse is not None else o
+        return (o, lse) if return_lse and lse is not None else o
 
     def _bind(self, cache: PagedKVCache) -> BoundCache:
         """The cache as kernel arguments, once it is known to be of this plan's kind."""

@@ -33,7 +33,7 @@ from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES
 from narrowkv.attn_prefill.kernels.widen import _widen_kernel
 from narrowkv.attn_prefill.memory import (
     Memory,
-    Needs,
+    MemorySizes,
     allocated,
     append_blocks,
     has_v_factors,
@@ -65,7 +65,7 @@ _PLACED_TILES = 8  # tiles that one program puts in their order
 _P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
 
 
-class Kind(NamedTuple):
+class CallTraits(NamedTuple):
     """The values that a call's kernels depend on, except its sizes, the plan and the cache.
 
     Attributes:
@@ -125,7 +125,7 @@ class Route(NamedTuple):
     divides: bool
     sizes: dict[str, int]
     p_scale: float
-    memory: Memory | Needs
+    memory: Memory | MemorySizes
 
     @property
     def kernels(self) -> list[BoundLaunch]:
@@ -135,25 +135,25 @@ class Route(NamedTuple):
 
 def make_routes(
     plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
-    kind: Kind,
+    traits: CallTraits,
 ) -> tuple[Route, ...]:  # fmt: skip
-    """The kernels of a call of this shape, configuration and kind, for one class of sequences each.
+    """The kernels of a call of this shape, configuration and traits, for one class of sequences each.
 
     The last one stores the new tokens of an append, of all sequences.
     """
-    return tuple(_make_route(plan, shape, part, cache, bound, kind) for part in (*config.few, config))
+    return tuple(_make_route(plan, shape, part, cache, bound, traits) for part in (*config.few, config))
 
 
 def _make_route(
     plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
-    kind: Kind,
+    traits: CallTraits,
 ) -> Route:  # fmt: skip
     k_per_key, _ = per_key(plan.k_granularity, plan.v_granularity)
-    folded = kind.positive and not kind.soft_cap and not k_per_key
+    folded = traits.positive and not traits.soft_cap and not k_per_key
     # With a transform, queries are rotated in the launch that transforms them.
-    rotates = kind.storing is not None and kind.storing.rotary_dim > 0 and not bound.transforms
+    rotates = traits.storing is not None and traits.storing.rotary_dim > 0 and not bound.transforms
     # That kernel's loop has no registers for a number of each row.
-    capped = kind.soft_cap and not kind.shifts
+    capped = traits.soft_cap and not traits.shifts
     pipelined = config.otherwise is not None and (folded or capped) and not rotates
     if config.otherwise is not None and not pipelined:
         config = config.otherwise
@@ -165,14 +165,14 @@ def _make_route(
         assert config.in_turns is not None
         config = replace(config.in_turns, q_lens=config.q_lens)
     elif not fused and not pipelined:
-        config = config_of_call(plan.target, config, soft_cap=kind.soft_cap)
-    maker = _Maker(plan, shape, config, bound, kind, folded, rotates)
+        config = config_of_call(plan.target, config, soft_cap=traits.soft_cap)
+    maker = _Maker(plan, shape, config, bound, traits, folded, rotates)
     if fused:
         return maker.one_launch()
     if in_turns:
         return maker.two_launches(False, False, in_turns=True)
     # Rows that are no keys between old and new ones would count in a window.
-    stays = pipelined and config.k_in_pages and not (kind.storing is not None and kind.window_left >= 0)
+    stays = pipelined and config.k_in_pages and not (traits.storing is not None and traits.window_left >= 0)
     in_pages = stays and matrix_of(cache, config.block_n) is not None
     return maker.two_launches(pipelined, in_pages)
 
@@ -182,13 +182,15 @@ class _Maker:
 
     def __init__(
         self, plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, bound: BoundCache,
-        kind: Kind, folded: bool, rotates: bool,
+        traits: CallTraits, folded: bool, rotates: bool,
     ) -> None:  # fmt: skip
-        self.plan, self.shape, self.config, self.bound, self.kind = plan, shape, config, bound, kind
+        self.plan, self.shape, self.config, self.bound, self.traits = plan, shape, config, bound, traits
         self.folded, self.rotates = folded, rotates
-        self.appends = kind.storing is not None
+        self.appends = traits.storing is not None
         self.nvidia = plan.target.vendor == "nvidia"
-        self.sizes = Sizes(shape.num_kv_heads, shape.gqa_ratio, shape.head_dim, shape.page_size, kind.ragged)
+        self.sizes = Sizes(
+            shape.num_kv_heads, shape.gqa_ratio, shape.head_dim, shape.page_size, traits.ragged
+        )
         self.block_d = power_of_two(shape.head_dim)
         self.blocks = Blocks(
             config.block_m, config.block_n, self.block_d, self.block_d, config.scratch_block, config.own_n
@@ -211,7 +213,7 @@ class _Maker:
         num_blocks, blocks = 0, self.blocks
         if self.appends:
             kernel = _prefill_append_kernel
-            constants["STORING"] = storing = self.kind.storing
+            constants["STORING"] = storing = self.traits.storing
             size = _ROTATED_TOKENS if storing is not None and storing.stages else config.scratch_block
             blocks = blocks._replace(s=size)
             num_blocks = append_blocks(shape, size) if config.stores else 0
@@ -223,7 +225,7 @@ class _Maker:
 
     def two_launches(self, pipelined: bool, in_pages: bool, *, in_turns: bool = False) -> Route:
         """One launch widens keys into the scratch, and stores new tokens; the next attends."""
-        shape, config, kind, target = self.shape, self.config, self.kind, self.plan.target
+        shape, config, traits, target = self.shape, self.config, self.traits, self.plan.target
         reading = self.bound.readings["to_scratch"]
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k_stored, "V": reading.v_stored}
         constants["BLOCKS"] = Blocks(
@@ -235,7 +237,7 @@ class _Maker:
         most = -(-_FILLING_PROGRAMS * compute_units_of(target) // shape.num_kv_heads)
         if self.appends:
             kernel = _produce_kernel
-            constants["STORING"] = kind.storing
+            constants["STORING"] = traits.storing
             num_blocks = self.key_blocks + append_blocks(shape, config.scratch_block)
             num_groups = append_blocks(shape, _QUANTISED_TOKENS)
         # In a loop an append's programs spill registers, so it is used only where a batch of long decodes
@@ -245,7 +247,7 @@ class _Maker:
             num_blocks = min(num_blocks, most)
         constants["FILLING"] = Filling(
             k_type=None if in_pages else self._matrix_type(),
-            causal=kind.window_right >= 0,
+            causal=traits.window_right >= 0,
             early=config.options.launch_pdl,
             loops=loops,
             int64_offsets=self.bound.int64_offsets,
@@ -273,7 +275,7 @@ class _Maker:
         pipelined: bool = False, in_pages: bool = False, p_scale: float = 1.0,
     ) -> Route:  # fmt: skip
         plan, config, shape = self.plan, self.config, self.shape
-        memory = plan.memory(config) or plan.needs(shape, config, exact=True)
+        memory = plan.memory(config) or plan.memory_sizes(shape, config, exact=True)
         least_len, most_len = config.q_lens
         sizes |= {
             "batch": shape.batch, "num_tokens": shape.num_tokens, "max_q_len": shape.max_q_len,
@@ -287,19 +289,19 @@ class _Maker:
 
     def _dense(self) -> BoundLaunch:
         """Attention over the scratch in plain Triton."""
-        config, plan, kind, reading = self.config, self.plan, self.kind, self.bound.readings["to_scratch"]
+        config, plan, traits, reading = self.config, self.plan, self.traits, self.bound.readings["to_scratch"]
         k_per_key, v_per_key = per_key(plan.k_granularity, plan.v_granularity)
         constants = {
             # Pages are behind it.
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
             "K_DESCALE": self._k_descale(),
             "V_DESCALE": reading.v_stored.descale,
-            "ROTARY_DIM": kind.storing.rotary_dim if kind.storing is not None and self.rotates else 0,
-            "INTERLEAVED": kind.storing is not None and kind.storing.interleaved,
+            "ROTARY_DIM": traits.storing.rotary_dim if traits.storing is not None and self.rotates else 0,
+            "INTERLEAVED": traits.storing is not None and traits.storing.interleaved,
             "RULES": self._rules(
                 compute=self._matrix_type(),
                 fp8=None if config.fp8 is None else self._matrix_type(),
-                q_descale=kind.q_descale,
+                q_descale=traits.q_descale,
                 scale_q=self.key_type == torch.float16 and plan.q_dtype == torch.bfloat16,
                 split_q=self.key_type == torch.bfloat16 and plan.q_dtype == torch.float16,
             ),
@@ -330,7 +332,7 @@ class _Maker:
             "V_DESCALE": reading.v_stored.descale,
             "RULES": self._rules(
                 compute=self._matrix_type(), fp8=self._matrix_type() if fp8 else None, scale_q=False,
-                split_q=False, q_descale=self.kind.q_descale,
+                split_q=False, q_descale=self.traits.q_descale,
             ),
             "CALL": cdna_call(
                 config.block_m, config.block_n, self.shape.head_dim, config.options.num_warps, fp8,
@@ -349,17 +351,17 @@ class _Maker:
         from narrowkv.attn_prefill.kernels.pipelined import _pipelined_prefill_kernel
         from narrowkv.attn_prefill.kernels.pipelined_items import PipelinedRules
 
-        config, kind, reading = self.config, self.kind, self.bound.readings["to_scratch"]
+        config, traits, reading = self.config, self.traits, self.bound.readings["to_scratch"]
         rules = PipelinedRules(
             k_descale=reading.k_stored.descale,
             v_descale=reading.v_stored.descale,
             pad=None if not self.appends else "last" if in_pages else "first",
             two_scales=self.appends and (reading.k_stored.descale == "head" or reading.k_factor != 1.0),
             v_block_factors=self._v_block_factors(),
-            window_left=kind.window_left,
-            window_right=kind.window_right,
-            sinks=kind.sinks,
-            lse=kind.lse,
+            window_left=traits.window_left,
+            window_right=traits.window_right,
+            sinks=traits.sinks,
+            lse=traits.lse,
             split=config.num_splits > 1,
             block_m=config.block_m,
             block_n=config.block_n,
@@ -377,23 +379,23 @@ class _Maker:
 
     def _rules(self, **values: Any) -> Rules:
         """Constants of the mathematics; those that attention over the scratch does not use have one value."""
-        kind = self.kind
+        traits = self.traits
         constants: dict[str, Any] = {
             "fp8": None,
             "clean": False,
             "p_scale": 1.0,
             "acc_parts": 1,
             "q_descale": False,
-            "soft_cap": kind.soft_cap,
-            "sinks": kind.sinks,
-            "lse": kind.lse,
-            "window_left": kind.window_left,
-            "window_right": kind.window_right,
+            "soft_cap": traits.soft_cap,
+            "sinks": traits.sinks,
+            "lse": traits.lse,
+            "window_left": traits.window_left,
+            "window_right": traits.window_right,
             "folded": self.folded,
             "split": self.config.num_splits > 1,
             "shares": self.config.kernel == "split",
             "as_decode": self.config.as_decode,
-            "settle": kind.settle,
+            "settle": traits.settle,
             "int64_offsets": False,
             "nvidia": self.nvidia,
         }
@@ -409,36 +411,36 @@ class _Maker:
             scale_q=half and plan.q_dtype == torch.bfloat16,
             split_q=(not half and plan.q_dtype == torch.float16) or (fp8 is not None and self.appends),
             fp8=None if fp8 is None else getattr(tl, triton_fp8(fp8)),
-            clean=self.kind.clean,
+            clean=self.traits.clean,
             p_scale=1.0 if fp8 is None else _P_SCALE[fp8],
             acc_parts=multiplied_parts(plan.target, self.block_d, v_parts),
-            q_descale=self.kind.q_descale,
+            q_descale=self.traits.q_descale,
             int64_offsets=self.bound.int64_offsets,
             **values,
         )
 
 
 def launches_of(
-    route: Route, given: Arguments, kind: Kind, bound: BoundCache, table: BoundTable, logit_scale: float,
-    soft_cap: float,
+    route: Route, given: Arguments, traits: CallTraits, bound: BoundCache, table: BoundTable,
+    logit_scale: float, soft_cap: float,
 ) -> list[KernelLaunch]:  # fmt: skip
     """The launches of a route, with an `Arg` for what differs from call to call.
 
     Args:
         route: the kernels.
-        given, kind, bound, table: the call, of which strides are taken.
+        given, traits, bound, table: the call, of which strides are taken.
         logit_scale: of logits in base 2, or natural for a soft cap, without the cache's descales.
         soft_cap: the cap, or 0.
     """
-    memory = allocated(route.memory) if isinstance(route.memory, Needs) else route.memory
+    memory = allocated(route.memory) if isinstance(route.memory, MemorySizes) else route.memory
     reading, (k_desc, v_desc) = bound.readings[route.config.reading], memory.descriptors
     read = reading.named()
     num_pages = bound.num_pages if table.max_pages else 0
-    row = Arg("row") if kind.ragged else None
+    row = Arg("row") if traits.ragged else None
     arguments: dict[str, Any] = {
         **{name: Arg(name) for name in (*RUNTIME_SIZES, "qk_scale", "out_scale")},
-        "block_m": route.config.block_m, "table_row": 0 if kind.ragged else Arg("row"),
-        "q": _queries(given, kind, bound), "out": _outputs(given, kind), "soft_cap": soft_cap,
+        "block_m": route.config.block_m, "table_row": 0 if traits.ragged else Arg("row"),
+        "q": _queries(given, traits, bound), "out": _outputs(given, traits), "soft_cap": soft_cap,
         "cache": Cache(*(value for struct in read.values() for value in struct)), "scratch": memory.scratch,
         "workspace": memory.partials,
         "table": Table(Arg("ids"), row, Arg("lens"), None, num_pages, None, *table.steps), "rope": None,
@@ -466,24 +468,24 @@ def launches_of(
     return [*steps, launch_of(route.attend, grid, arguments)]
 
 
-def _queries(given: Arguments, kind: Kind, bound: BoundCache) -> Queries:
+def _queries(given: Arguments, traits: CallTraits, bound: BoundCache) -> Queries:
     _, heads, head_dim = given.q.shape
     token, head = heads * head_dim, head_dim
     if not bound.transforms:  # else they were written by another launch
         token, head = given.q.stride()[:2]
     return Queries(
-        Arg("q"), token, head, Arg("starts"), None, None, Arg("q_descale") if kind.q_descale else None,
-        shift=Arg("shift") if kind.shifts else None,
+        Arg("q"), token, head, Arg("starts"), None, None, Arg("q_descale") if traits.q_descale else None,
+        shift=Arg("shift") if traits.shifts else None,
     )  # fmt: skip
 
 
-def _outputs(given: Arguments, kind: Kind) -> Outputs:
+def _outputs(given: Arguments, traits: CallTraits) -> Outputs:
     _, heads, head_dim = given.q.shape
     token, head = (heads * head_dim, head_dim) if given.out is None else given.out.stride()[:2]
-    lse_token = 0 if not kind.lse else heads if given.lse is None else given.lse.stride(0)
+    lse_token = 0 if not traits.lse else heads if given.lse is None else given.lse.stride(0)
     return Outputs(
-        Arg("out"), token, head, Arg("lse") if kind.lse else None, lse_token,
-        Arg("sinks") if kind.sinks else None,
+        Arg("out"), token, head, Arg("lse") if traits.lse else None, lse_token,
+        Arg("sinks") if traits.sinks else None,
     )  # fmt: skip
 
 

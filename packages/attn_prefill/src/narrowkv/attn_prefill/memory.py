@@ -40,8 +40,8 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Needs:
-    """The values that the memory of a configuration depends on.
+class MemorySizes:
+    """The sizes of a configuration's memory, and what they depend on.
 
     Attributes:
         shape: the shape, or the largest that is served.
@@ -172,44 +172,47 @@ class Needs:
         return min(rows * splits, partial_programs(self.target, 2) * largest) if splits > 1 else 0
 
 
-def make_memory(needs: Needs, workspace: Workspace) -> Memory:
+def make_memory(memory_sizes: MemorySizes, workspace: Workspace) -> Memory:
     """Memory in a workspace."""
-    blocks, counts = needs.blocks, needs.counters
+    blocks, counts = memory_sizes.blocks, memory_sizes.counters
     tensors = dict(zip(blocks, workspace.carve(list(blocks.values())), strict=True))
     if counts:
-        counters = workspace.counters(needs.num_counters)
+        counters = workspace.counters(memory_sizes.num_counters)
         for name, count in counts.items():
-            begin = needs.offsets[name] // 4
+            begin = memory_sizes.offsets[name] // 4
             tensors[name] = counters[begin : begin + count]
-    return memory_of(needs, tensors, needs.rows, _descriptors(needs.config, tensors))
+    return memory_of(memory_sizes, tensors, memory_sizes.rows, _descriptors(memory_sizes.config, tensors))
 
 
-def allocate(needs: Needs, device: torch.device) -> dict[str, torch.Tensor | None]:
-    """Memory of one call: a block of bytes, and counters; see `Needs.offsets`."""
-    block = torch.empty(needs.num_bytes, dtype=torch.uint8, device=device)
-    total = needs.num_counters
+def allocate(memory_sizes: MemorySizes, device: torch.device) -> dict[str, torch.Tensor | None]:
+    """Memory of one call: a block of bytes, and counters; see `MemorySizes.offsets`."""
+    block = torch.empty(memory_sizes.num_bytes, dtype=torch.uint8, device=device)
+    total = memory_sizes.num_counters
     # The launch that fills the scratch leaves flags for the one that attends: no other call may share them.
     if not total:
         counters = None
-    elif needs.has_flags:
+    elif memory_sizes.has_flags:
         counters = torch.zeros(total, dtype=torch.int32, device=device)
     else:
         counters = zeroed_counters(total, device)
     return {"block": block, "counters": counters}
 
 
-def allocated(needs: Needs) -> Memory:
+def allocated(memory_sizes: MemorySizes) -> Memory:
     """Placeholders for memory that a call allocates: the values are those of `allocate` and `arguments`."""
     tensors = {
-        name: Part(Arg("block"), Arg(_place_of(name)), dtype) for name, (_, dtype) in needs.blocks.items()
+        name: Part(Arg("block"), Arg(_place_of(name)), dtype)
+        for name, (_, dtype) in memory_sizes.blocks.items()
     }
-    for name in needs.counters:
+    for name in memory_sizes.counters:
         tensors[name] = Part(Arg("counters"), Arg(_place_of(name)), torch.int32)
     rows, descriptors = Arg("rows"), (None, None)
-    if needs.config.tma and "k" in tensors:
-        make = partial(_described_rows, needs.config, needs.shape.num_kv_heads, needs.shape.head_dim)
+    if memory_sizes.config.tma and "k" in tensors:
+        make = partial(
+            _described_rows, memory_sizes.config, memory_sizes.shape.num_kv_heads, memory_sizes.shape.head_dim
+        )
         descriptors = tuple(Described(tensors[name], rows, make) for name in "kv")  # type: ignore[assignment]
-    return memory_of(needs, tensors, rows, descriptors)
+    return memory_of(memory_sizes, tensors, rows, descriptors)
 
 
 def _place_of(name: str) -> str:
@@ -222,7 +225,7 @@ def _described_rows(config: PrefillConfig, heads: int, head_dim: int, part: torc
     return _descriptor(config, part[: heads * rows * head_dim].view(heads, rows, head_dim))
 
 
-def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: Any) -> Memory:
+def memory_of(memory_sizes: MemorySizes, tensors: dict[str, Any], rows: Any, descriptors: Any) -> Memory:
     """Kernel arguments of these tensors, or of their placeholders."""
     part = tensors.get
     scratch = None
@@ -233,7 +236,7 @@ def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: Any
             rows, None, None,
         )  # fmt: skip
     # Kernels that do not split are compiled without.
-    splits = needs.config.num_splits > 1 or needs.config.kernel == "split"
+    splits = memory_sizes.config.num_splits > 1 or memory_sizes.config.kernel == "split"
     partials = Partials(*(part(name) if splits else None for name in ("acc", "ml", "arrived")))
     return Memory(scratch, partials, descriptors, tensors)
 

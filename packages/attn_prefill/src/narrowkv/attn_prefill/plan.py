@@ -23,8 +23,8 @@ from narrowkv.attn_prefill.checks import (
     refuse_shared_memory,
 )
 from narrowkv.attn_prefill.config import fp8_route
-from narrowkv.attn_prefill.launch import Kind, Route, launches_of, make_routes
-from narrowkv.attn_prefill.memory import Needs, allocate
+from narrowkv.attn_prefill.launch import CallTraits, Route, launches_of, make_routes
+from narrowkv.attn_prefill.memory import MemorySizes, allocate
 from narrowkv.attn_prefill.settings import PrefillSettings
 from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
@@ -58,7 +58,7 @@ class ServedClass:
         reading: how the kernels read the cache, a key of `BoundCache.readings`.
         p_scale: what the output is still to be divided by.
         block_n: keys of a tile that is copied out of the cache's pages, or 0.
-        needs: the memory that each call allocates; None if the plan has it.
+        memory_sizes: the memory that each call allocates; None if the plan has it.
     """
 
     launches: PreparedCall
@@ -66,7 +66,7 @@ class ServedClass:
     reading: str
     p_scale: float
     block_n: int
-    needs: Needs | None
+    memory_sizes: MemorySizes | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -111,7 +111,7 @@ class _Checked(NamedTuple):
     Attributes:
         shape: its sizes.
         scale, logit_scale, soft_cap, out_dtype: as `PreparedPrefill` has them.
-        kind: the values that kernels depend on.
+        traits: the values that kernels depend on.
     """
 
     shape: PrefillShape
@@ -119,7 +119,7 @@ class _Checked(NamedTuple):
     logit_scale: float
     soft_cap: float
     out_dtype: torch.dtype
-    kind: Kind
+    traits: CallTraits
 
 
 class PrefillPlan(PrefillSettings):
@@ -153,14 +153,14 @@ class PrefillPlan(PrefillSettings):
             ...     print(launch.kernel, launch.constexprs, launch.options)
         """
         bound = self.bound_cache(cache)
-        kind = self._kind(
+        traits = self._traits(
             bound, cache, rope, ragged=ragged, soft_cap=logits_soft_cap > 0, sinks=sinks, lse=return_lse,
             q_descale=False, window_left=window_left, window_right=window_right, positive=True,
         )  # fmt: skip
         found: dict[int, BoundLaunch] = {}
         for config, shape in self.configs_of_calls():
             if config.kernel != "decode":
-                for route in make_routes(self, shape, config, cache, bound, kind):
+                for route in make_routes(self, shape, config, cache, bound, traits):
                     found |= {id(launch): launch for launch in route.kernels}
         return tuple(found.values())
 
@@ -241,8 +241,8 @@ class PrefillPlan(PrefillSettings):
                     own = {"k_new": k_new, "v_new": v_new, "given_q": q, "k_scale": reading.k_factor}
                 if served.block_n:
                     own = {**own, "page_desc": matrix_of(cache, served.block_n).descriptor}
-                if served.needs is not None:
-                    own = {**own, **allocate(served.needs, self.device)}
+                if served.memory_sizes is not None:
+                    own = {**own, **allocate(served.memory_sizes, self.device)}
                 served.launches.run(
                     q=rows, out=o, starts=begins, ids=table.ids, row=table.row, lens=table.lens,
                     num_ids=table.num_ids, max_pages=table.max_pages if bound.num_pages else 0,
@@ -322,7 +322,7 @@ class PrefillPlan(PrefillSettings):
                 }
                 most = replace(shape, **bounds)
             check_values(most, cache, table, starts)
-        kind = self._kind(
+        traits = self._traits(
             bound, cache, given.rope, ragged=table.kind == "ragged", soft_cap=soft_cap > 0,
             sinks=given.sinks is not None, lse=given.return_lse or given.lse is not None,
             q_descale=isinstance(given.q_descale, torch.Tensor), window_left=left, window_right=right,
@@ -333,14 +333,14 @@ class PrefillPlan(PrefillSettings):
             # Q's bytes are read as K's are, and lose the same power of two.
             logit_scale *= 2.0 ** widening_exponent(self.k_format, fp8_route(self.config.fp8, self.k_format))
         out_dtype = check_results(q, given.out, given.lse, given.sinks, given.out_dtype, inputs_of(given))
-        return _Checked(shape, scale, logit_scale, soft_cap, out_dtype, kind)
+        return _Checked(shape, scale, logit_scale, soft_cap, out_dtype, traits)
 
-    def _kind(
+    def _traits(
         self, bound: BoundCache, cache: PagedKVCache, rope: Rope | None, *, soft_cap: bool, sinks: bool,
         lse: bool, **options: Any,
-    ) -> Kind:  # fmt: skip
+    ) -> CallTraits:  # fmt: skip
         """The values that the kernels of a call depend on."""
-        return Kind(
+        return CallTraits(
             soft_cap=soft_cap,
             sinks=sinks,
             lse=lse,
@@ -368,21 +368,21 @@ class PrefillPlan(PrefillSettings):
         checked: _Checked,
     ) -> PreparedPrefill:  # fmt: skip
         """The launches of a checked call."""
-        kind, shape = checked.kind, self._bounded(checked.shape)
+        traits, shape = checked.traits, self._bounded(checked.shape)
         config = self.config_for(shape)
         decodes = config.kernel == "decode"
         classes = []
         if shape.num_tokens and not decodes:
-            for route in make_routes(self, shape, config, given.cache, bound, kind):
-                needs = route.memory if isinstance(route.memory, Needs) else None
+            for route in make_routes(self, shape, config, given.cache, bound, traits):
+                memory_sizes = route.memory if isinstance(route.memory, MemorySizes) else None
                 classes.append(
                     ServedClass(
                         self._launches(route, bound, table, turn, given, checked),
-                        route.sizes if needs is None else route.sizes | needs.arguments,
+                        route.sizes if memory_sizes is None else route.sizes | memory_sizes.arguments,
                         route.config.reading,
                         route.p_scale,
                         route.config.block_n if route.in_pages else 0,
-                        needs,
+                        memory_sizes,
                     )
                 )
         tensors = [getattr(given, name) for name in (*_INPUTS, "out", "lse")]
@@ -394,11 +394,11 @@ class PrefillPlan(PrefillSettings):
             decodes=decodes and shape.num_tokens > 0,
             scale=checked.scale,
             logit_scale=checked.logit_scale,
-            shift_scale=checked.scale if kind.shifts else None,
+            shift_scale=checked.scale if traits.shifts else None,
             soft_cap=checked.soft_cap,
-            window_left=kind.window_left,
+            window_left=traits.window_left,
             q_as_bytes=not self.appends and self.config.fp8 not in (None, self.k_format),
-            has_options=kind.has_options,
+            has_options=traits.has_options,
             starts_as_is=given.cu_seqlens_q.is_contiguous(),
             out_dtype=checked.out_dtype,
             input_bytes=tuple(inputs),
@@ -411,14 +411,14 @@ class PrefillPlan(PrefillSettings):
         checked: _Checked,
     ) -> PreparedCall:  # fmt: skip
         """The launches of calls like this one by this route, whatever their sizes."""
-        memory, config, kind = route.memory, route.config, checked.kind
+        memory, config, traits = route.memory, route.config, checked.traits
         tensors = (given.q, given.out, given.lse, given.cu_seqlens_q, given.sinks, given.k_new, given.v_new)
         key = (
-            bound.number, table.number, None if turn is None else turn.kind, kind, checked.scale,
+            bound.number, table.number, None if turn is None else turn.kind, traits, checked.scale,
             checked.soft_cap, checked.out_dtype, metadata_of(given.q_descale), not table.max_pages,
             *(None if x is None else (type(x), x.dtype, x.stride(), x.device) for x in tensors),
             id(route.fill), id(route.attend), route.in_pages, config.block_m, config.block_n,
-            memory.names if isinstance(memory, Needs) else id(memory),
+            memory.names if isinstance(memory, MemorySizes) else id(memory),
         )  # fmt: skip
         found = self._layouts.get(key)
         if found is not None:
@@ -427,7 +427,7 @@ class PrefillPlan(PrefillSettings):
             "q", "out", "starts", "ids", "row", "lens", "num_ids", "max_pages", "qk_scale", "out_scale",
             *route.sizes, *bound.readings[config.reading].arguments,
         ]  # fmt: skip
-        if kind.has_options:
+        if traits.has_options:
             names += ["lse", "sinks", "q_descale", "shift"]
         if bound.store is not None:
             names += ["k_new", "v_new", "given_q", "k_scale", *bound.new_arguments]
@@ -435,9 +435,9 @@ class PrefillPlan(PrefillSettings):
             names += turn.arguments
         if route.in_pages:
             names.append("page_desc")
-        if isinstance(memory, Needs):
+        if isinstance(memory, MemorySizes):
             names += ["block", "counters", *memory.arguments]
-        steps = launches_of(route, given, kind, bound, table, checked.logit_scale, checked.soft_cap)
+        steps = launches_of(route, given, traits, bound, table, checked.logit_scale, checked.soft_cap)
         return self._layouts.keep(key, PreparedCall(names, steps))
 
 

@@ -12,7 +12,7 @@ from narrowkv.attn_decode import DecodePlan
 from narrowkv.attn_prefill.binding import per_key, read_options
 from narrowkv.attn_prefill.config import choose_append_config, choose_config
 from narrowkv.attn_prefill.cost import explain_class, few_bounds, most_widened
-from narrowkv.attn_prefill.memory import Memory, Needs, make_memory, scratch_bytes
+from narrowkv.attn_prefill.memory import Memory, MemorySizes, make_memory, scratch_bytes
 from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import split_config
 from narrowkv.paged_cache import PagedKVCache
@@ -132,7 +132,9 @@ class PrefillSettings(Plan):
         `shape.num_tokens`, with sequences rounded up to blocks of 64 or 128 keys, besides factors of keys and
         blocks; partial results take at most 8 tiles of rows for each tile that the device runs at once.
         """
-        needed = [block_bytes(list(needs.blocks.values())) for needs in self._needs_of_kernels()]
+        needed = [
+            block_bytes(list(memory_sizes.blocks.values())) for memory_sizes in self._sizes_of_kernels()
+        ]
         return max([*needed, self.decode.workspace_bytes() if self.decode is not None else 0])
 
     def with_workspace(self, workspace: Workspace | None = None) -> Self:
@@ -149,8 +151,8 @@ class PrefillSettings(Plan):
         kind = _kind_of(replace(config, few=()))
         found = self._memories.get(kind)
         if found is None:
-            needs = self.needs(self.shape, config, exact=False)
-            found = self._memories[kind] = make_memory(needs, self.workspace)
+            memory_sizes = self.memory_sizes(self.shape, config, exact=False)
+            found = self._memories[kind] = make_memory(memory_sizes, self.workspace)
         return found
 
     def bound_cache(self, cache: PagedKVCache) -> BoundCache:
@@ -249,16 +251,16 @@ class PrefillSettings(Plan):
         automatic = self.kernel is None and self.num_splits is None and not self.batch_invariant
         return automatic and self.q_dtype.itemsize > 1 and not self.fp8_compute
 
-    def needs(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> Needs:
+    def memory_sizes(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> MemorySizes:
         """Memory of a configuration for calls of this shape, or (not exact) of any shape up to it."""
         own = per_key(self.k_granularity, self.v_granularity)
-        return Needs(
+        return MemorySizes(
             shape, config, self.target, self.q_dtype, self.k_format, self.v_format, own,
             self.appends, self.num_splits,
             shape.sequences_with(config.q_lens[0]) if exact else self.widened_sequences(shape), exact,
         )  # fmt: skip
 
-    def _needs_of_kernels(self) -> list[Needs]:
+    def _sizes_of_kernels(self) -> list[MemorySizes]:
         """Memory that is large enough for every configuration that a call can have."""
         config = self.config
         if config.kernel == "decode":
@@ -273,7 +275,7 @@ class PrefillSettings(Plan):
                 replace(config, kernel=kernel, scratch_block=block, k_in_pages=self.pipelines)
                 for block in blocks
             ]
-        return [self.needs(self.shape, config, exact=False) for config in configs]
+        return [self.memory_sizes(self.shape, config, exact=False) for config in configs]
 
     def _split_configs(self) -> list[PrefillConfig]:
         """Configurations of kernel "split" that the automatic choice makes for calls of any size."""

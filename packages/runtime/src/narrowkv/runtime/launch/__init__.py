@@ -2,8 +2,7 @@
 
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.runtime.launch.bound import BoundLaunch
-from narrowkv.runtime.launch.cache_key import cache_variables
-from narrowkv.runtime.launch.compiles import Compiles, count_compiles
+from narrowkv.runtime.launch.kernel_cache import Compiles, cache_variables, count_compiles
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import (
     Executor,

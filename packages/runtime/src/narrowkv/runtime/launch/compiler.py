@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch.artifact import CompiledArtifact
-from narrowkv.runtime.launch.cache_folder import explained_cache_errors
+from narrowkv.runtime.launch.kernel_cache import explained_cache_errors
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.parsing import one_thread_parses
 from narrowkv.runtime.targets import Target

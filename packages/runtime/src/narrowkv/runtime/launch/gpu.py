@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from narrowkv.runtime.launch.cache_folder import explained_cache_errors
 from narrowkv.runtime.launch.descriptors import Encode, encoder_of
+from narrowkv.runtime.launch.kernel_cache import explained_cache_errors
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.written import written
 from narrowkv.runtime.targets import device_target
