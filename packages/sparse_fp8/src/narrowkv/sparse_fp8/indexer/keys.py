@@ -107,7 +107,7 @@ class IndexKeys:
         shape = ("num_pages", "page_size", "head_dim") if self.values.dim() == 3 else ("num_keys", "head_dim")
         check_shape("values", self.values, shape)
         check_last_dim_contiguous("values", self.values)
-        groups = ()
+        groups: tuple[int, ...] = ()
         if self.format == FP4:
             groups = (2 * self.values.shape[-1] // FP4_GROUP,)
             check_last_dim_contiguous("scale", self.scale)
