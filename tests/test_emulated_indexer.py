@@ -19,6 +19,8 @@ CASES = {
     "rows": "layout=rows,lens=70+5+0",
     "shuffled": "layout=shuffled,lens=70",
     "several tokens": "lens=70+1,q_len=4,heads=32",
+    "FP4, packed, two tokens": "lens=70+1,q_len=2,format=fp4_e2m1",
+    "FP4, rows, FNUZ queries": "layout=rows,lens=40,format=fp4_e2m1,q=fp8_e4m3fnuz",
     "two formats": "lens=20,q=fp8_e4m3fnuz",
 }
 

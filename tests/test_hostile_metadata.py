@@ -636,6 +636,7 @@ def _register() -> Iterator[tuple[str, Scene]]:
     yield "sparse_decode, FP8 rows", _sparse(s, sparse_decode, num_splits=2)
     for layout in ("rows", "pages", "packed", "shuffled"):
         yield f"index_logits, {layout}", _index_logits(IndexCase.small(layout=layout, lens=(40, 5, 21)))
+    yield "index_logits, FP4", _index_logits(IndexCase.small(format="fp4_e2m1", lens=(40, 5, 21)))
     yield "index_logits, 3 tokens", _index_logits(IndexCase.small(q_len=3, lens=(40, 5, 21)))
     for layout in ("rows", "pages", "shuffled"):
         yield f"append_index_keys, {layout}", _append_index_keys(layout)

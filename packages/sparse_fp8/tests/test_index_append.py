@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from narrowkv.quant import hadamard
+from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.sparse_fp8 import IndexKeys, append_index_keys, append_index_keys_reference
 from narrowkv.testing.cases.indexer import FORMATS, LAYOUTS
 
@@ -142,6 +143,12 @@ def test_what_is_wrong_is_refused(what: str) -> None:
     changes, message = WRONG[what]
     with pytest.raises((TypeError, ValueError), match=message):
         _append(**changes)
+
+
+def test_fp4_keys_are_not_written() -> None:
+    keys = IndexKeys.packed(torch.zeros(2, 16, 68, dtype=torch.uint8), format="fp4_e2m1")
+    with pytest.raises(UnsupportedError, match="keys must be in FP8 to be appended to"):
+        append_index_keys(torch.ones(1, 128), keys, torch.zeros(1, dtype=I32))
 
 
 def test_no_tokens(device: str) -> None:

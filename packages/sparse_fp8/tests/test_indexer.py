@@ -43,6 +43,38 @@ def test_every_layout_and_format(layout: str, format: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("q", FORMATS)
+@pytest.mark.parametrize("layout", ["rows", "pages", "packed"])
+def test_fp4_keys(layout: str, q: str, device: str) -> None:
+    for head_dim, lens in ((32, (70, 5)), (64, (0, 1)), (128, (33,)), (256, (129,))):
+        assert_right(C(layout=layout, format="fp4_e2m1", q=q, head_dim=head_dim, lens=lens), device)
+    if layout != "rows":
+        assert_right(C(layout=layout, format="fp4_e2m1", q=q, q_len=3, lens=(20, 5)), device)
+
+
+def test_fp4_groups_of_very_different_size(device: str) -> None:
+    x = torch.randn(40, 128) * torch.exp2(torch.arange(4) * 20.0 - 40).repeat_interleave(32)
+    keys = IndexKeys.quantize(x, format="fp4_e2m1")
+    keys = IndexKeys(keys.values.to(device), keys.scale.to(device), keys.format)
+    inputs = C(layout="rows", head_dim=128, lens=(31,)).build(device)
+    where = {name: bound.clamp(max=40) for name, bound in inputs.where.items()}
+    found = index_logits(inputs.q, inputs.weights, keys, **where)
+    expected = index_logits_reference(inputs.q, inputs.weights, keys, **where)
+    inside = expected > -torch.inf
+    assert torch.allclose(found[inside].double(), expected[inside], rtol=1e-5)
+
+
+def test_packed_fp4_pages_end_with_the_scales_of_their_groups() -> None:
+    buffer = torch.zeros(3, 64, 68, dtype=torch.uint8)
+    keys = IndexKeys.packed(buffer, format="fp4_e2m1")
+    assert (keys.values.shape, keys.scale.shape) == ((3, 64, 64), (3, 64, 4))
+    page = buffer[1].view(-1)
+    page[5 * 64 + 16] = 0x72  # key 5, channels 32 and 33: codes 2 and 7, which are 1 and 6
+    page[64 * 64 + 5 * 4 + 1] = 128
+    assert keys.dequantize()[1, 5, 32:34].tolist() == [2.0, 12.0]
+    assert int(keys.dequantize().count_nonzero()) == 2
+
+
+@pytest.mark.parametrize("q", FORMATS)
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm90"])
 def test_formats_that_a_target_does_not_multiply(q: str, target: str) -> None:
     for format in FORMATS:
@@ -257,6 +289,23 @@ BAD_KEYS: dict[str, tuple[Any, str]] = {
     "shuffled rows": (
         lambda: IndexKeys(torch.zeros(32, 32).to(FP8), torch.ones(32), shuffled=True),
         "multiple of 16 tokens",
+    ),
+    "FP4 with one scale a key": (
+        lambda: IndexKeys(torch.zeros(3, 16, dtype=torch.uint8), torch.ones(3), "fp4_e2m1"),
+        "scale must have dtype torch.uint8",
+    ),
+    "FP4 with scales of fewer groups": (
+        lambda: IndexKeys(
+            torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.uint8), "fp4_e2m1"
+        ),
+        "scale must have shape",
+    ),
+    "shuffled FP4": (
+        lambda: IndexKeys(
+            torch.zeros(2, 16, 64, dtype=torch.uint8), torch.zeros(2, 16, 4, dtype=torch.uint8), "fp4_e2m1",
+            True,
+        ),
+        "shuffled keys must be in FP8",
     ),
     "136 bytes a key": (
         lambda: IndexKeys.packed(torch.zeros(2, 64, 136, dtype=torch.uint8)), "bytes a key, got 136",

@@ -9,6 +9,7 @@ import torch
 
 from narrowkv.quant import get_format
 from narrowkv.runtime.errors import (
+    UnsupportedError,
     check_choice,
     check_dtype,
     check_index_vector,
@@ -22,7 +23,7 @@ from narrowkv.runtime.launch import BoundLaunch, LaunchOptions
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.sparse_fp8.indexer.kernels.append import AppendSpec, Rotation, _append_index_keys_kernel
 from narrowkv.sparse_fp8.indexer.kernels.logits import KeyPages
-from narrowkv.sparse_fp8.indexer.keys import SHUFFLED_TILE, IndexKeys, IndexKeysFormat
+from narrowkv.sparse_fp8.indexer.keys import FP4, SHUFFLED_TILE, IndexKeys, IndexKeysFormat
 
 __all__ = ["append_index_keys"]
 
@@ -50,7 +51,7 @@ def append_index_keys(
 
     Args:
         k: bf16, fp16 or fp32 `[num_tokens, head_dim]`, last dimension contiguous: normalised keys.
-        keys: where to write.
+        keys: where to write, in FP8.
         slot_mapping: int32 or int64 `[num_tokens]`: token t goes to slot `slot_mapping[t]`, token `slot %
             page_size` of page `slot // page_size`. -1, and any slot that there is not, is skipped.
         cos, sin: bf16, fp16 or fp32 `[max_position, rotary_dim / 2]`, last dimension contiguous, of one
@@ -63,6 +64,7 @@ def append_index_keys(
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what was expected and what was given.
+        UnsupportedError: keys in FP4.
 
     Source: DeepSeek-V3.2's indexer; the scale is that of vLLM's `indexer_k_quant_and_cache`,
     `max(amax, 1e-4)` over the format's largest number.
@@ -73,7 +75,8 @@ def append_index_keys(
         >>> keys.dequantize()[1, 1, :2]
         tensor([1., 1.])
     """
-    check_instance("keys", keys, IndexKeys)
+    if check_instance("keys", keys, IndexKeys).format == FP4:
+        raise UnsupportedError("keys must be in FP8 to be appended to: quantise FP4 by IndexKeys.quantize")
     check_dtype("k", k, _FLOATS)
     check_shape("k", k, ("num_tokens", keys.stored.head_dim))
     check_last_dim_contiguous("k", k)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from narrowkv.quant.device import BITS, NATIVE, widen_route
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target, least_columns
-from narrowkv.sparse_fp8.indexer.keys import IndexKeysFormat
+from narrowkv.sparse_fp8.indexer.keys import FP4, IndexKeysFormat
 
-__all__ = ["LogitsConfig", "choose_logits_config", "columns_of_program"]
+__all__ = ["BF16", "LogitsConfig", "choose_logits_config", "columns_of_program"]
 
+BF16 = "bf16"
 _PROGRAMS_PER_UNIT = 16
 _MOST_COLUMNS = 2048  # of a program
 
@@ -23,7 +24,7 @@ class LogitsConfig:
         block_n: keys of a tile.
         block_h: heads of a product, padded.
         block_t: tokens of a program.
-        route: "native" or "bits"; see `narrowkv.quant.device`.
+        route: "native" or "bits" (see `narrowkv.quant.device`), or "bf16", to which FP4 is widened.
         options: compiler options.
     """
 
@@ -35,7 +36,9 @@ class LogitsConfig:
 
     def explain(self) -> str:
         """The configuration in words."""
-        products = "FP8 products" if self.route == NATIVE else "products of float16"
+        products = {NATIVE: "FP8 products", BITS: "products of float16", BF16: "products of bfloat16"}[
+            self.route
+        ]
         return (
             f"{products}, tiles of {self.block_n} keys, {self.block_t} tokens a program, "
             f"{self.options.num_warps} warps, {self.options.num_stages} stages"
@@ -55,9 +58,9 @@ def choose_logits_config(
         q_len: tokens of a sequence over pages; of keys without pages, tokens that may share a program.
     """
     native = query == keys.format and widen_route(target, query) == NATIVE
-    route = NATIVE if native else BITS
+    route = NATIVE if native else BF16 if keys.format == FP4 else BITS
     # The product of a tile of keys with one token's heads is in registers, and the queries of all tokens.
-    most = 2 if num_heads <= 64 and keys.head_dim <= 128 else 1
+    most = 2 if num_heads <= 64 and keys.head_dim <= 128 and route != BF16 else 1
     block_t = max(each for each in range(1, most + 1) if q_len % each == 0)
     block_n, options = 64, LaunchOptions()
     if target.is_amd:

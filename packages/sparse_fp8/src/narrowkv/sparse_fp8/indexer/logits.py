@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowkv.quant import get_format
-from narrowkv.quant.device import BITS, widening_exponent
+from narrowkv.quant.device import BITS, NATIVE, widening_exponent
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
@@ -35,12 +35,13 @@ from narrowkv.sparse_fp8.indexer.kernels.logits import (
     LogitsSpec,
     _index_logits_kernel,
 )
-from narrowkv.sparse_fp8.indexer.keys import INDEX_FORMATS, SHUFFLED_TILE, IndexKeys, IndexKeysFormat
+from narrowkv.sparse_fp8.indexer.keys import SHUFFLED_TILE, IndexKeys, IndexKeysFormat
 
 __all__ = ["MOST_HEADS", "MOST_Q_LEN", "IndexLogitsPlan", "index_logits", "plan_index_logits"]
 
 MOST_HEADS = 128
 MOST_Q_LEN = 8
+_QUERIES = ("fp8_e4m3fn", "fp8_e4m3fnuz")
 _Q_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _INT32_MAX = 2**31 - 1
 _CACHED_PLANS = 64
@@ -76,7 +77,8 @@ class IndexLogitsPlan(Plan):
     def kernels(self) -> list[BoundLaunch]:
         """The kernel that a call launches, for compiling it beforehand."""
         config, keys = self.config, self.keys
-        exponent = sum(widening_exponent(each, config.route) for each in (self.query, keys.format))
+        route = NATIVE if config.route == NATIVE else BITS
+        exponent = sum(widening_exponent(each, route) for each in (self.query, keys.format))
         spec = LogitsSpec(
             HEADS=self.num_heads,
             BLOCK_H=config.block_h,
@@ -183,8 +185,8 @@ class IndexLogitsPlan(Plan):
         self, q: torch.Tensor, weights: torch.Tensor, keys: IndexKeys, where: dict[str, Any],
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        values = keys.values.view(torch.uint8) if self.config.route == BITS else keys.native
-        queries = q.view(torch.uint8) if self.config.route == BITS else q
+        native = self.config.route == NATIVE
+        values, queries = (keys.native, q) if native else (keys.values.view(torch.uint8), q.view(torch.uint8))
         if keys.is_paged:
             table, lens = where["block_table"], where["seq_lens"]
             bounds = Bounds(None, lens, table, 0, lens.stride(0), table.stride(0), table.stride(1))
@@ -241,7 +243,7 @@ def plan_index_logits(
     """
     if check_positive_int("num_heads", num_heads) > MOST_HEADS:
         raise ValueError(f"num_heads must be at most {MOST_HEADS}, got {num_heads}")
-    check_choice("query", query, INDEX_FORMATS)
+    check_choice("query", query, _QUERIES)
     check_instance("keys", keys, IndexKeysFormat)
     most = MOST_Q_LEN if keys.page_size else 1
     if check_positive_int("q_len", q_len) > most:

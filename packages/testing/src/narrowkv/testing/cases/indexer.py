@@ -20,6 +20,7 @@ __all__ = ["AXES", "CASES", "IndexCall", "IndexCase", "IndexInputs", "shipped", 
 
 BOUND = BOUND_16_BIT_QUERY
 FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz")
+KEY_FORMATS = (*FORMATS, "fp4_e2m1")
 LAYOUTS = ("rows", "pages", "packed", "shuffled")
 _I32 = torch.int32
 
@@ -63,7 +64,7 @@ class IndexCase:
     q_len: int = 1
     num_heads: int = named(64, "heads")
     head_dim: int = 128
-    format: str = named("fp8_e4m3fn", words=FORMATS)
+    format: str = named("fp8_e4m3fn", words=KEY_FORMATS)
     q: str = named("fp8_e4m3fn", words=FORMATS)
     page_size: int = 64
     clean: bool = True
@@ -124,7 +125,8 @@ class IndexCase:
                 table[seq, :count] = ids[used : used + count]
                 used += count
             keys = self._keys(len(ids) * self.page_size, generator)
-            keys.scale[ids[used:]] = float("nan")
+            # E8M0 255 is NaN, too.
+            keys.scale[ids[used:]] = 255 if self.format == "fp4_e2m1" else float("nan")
             where = {"block_table": table, "seq_lens": torch.tensor(self.lens)}
         keys = _moved(keys, device)
         where = {name: tensor.to(device, _I32) for name, tensor in where.items()}
@@ -197,7 +199,8 @@ class IndexCall:
 
     def bytes_per_token(self) -> float | None:
         """Bytes of a key and its scale."""
-        return self.case.head_dim + 4.0
+        keys = self.tensors.keys
+        return (keys.values.nbytes + keys.scale.nbytes) * keys.values.shape[-1] / keys.values.numel()
 
     def wrong_bytes(self) -> str:
         """The operation stores only its output."""
@@ -217,7 +220,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "q": ("fp8_e4m3fnuz",),
     "lens": ((0,), (1, 64, 65), (129, 0, 2), (300,)),
     "layout": ("rows", "pages", "shuffled"),
-    "format": ("fp8_e4m3fnuz",),
+    "format": ("fp8_e4m3fnuz", "fp4_e2m1"),
     "num_heads": (1, 12, 32, 128),
 }
 Q_LENS = (1, 2, 3, 8)
@@ -252,6 +255,12 @@ def shipped(target: str = "") -> list[IndexCase]:
         IndexCase(format=fmt, q=fmt, layout=layout, q_len=q_len, lens=(70, 5))
         for fmt in FORMATS
         for layout, q_len in (("rows", 1), ("packed", 1), ("packed", 2), ("packed", 3), ("shuffled", 1))
+    ]
+    ways += [
+        IndexCase(format="fp4_e2m1", q=q, layout=layout, q_len=q_len, lens=(70, 5))
+        for q, layout, q_len in zip(
+            ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e4m3fn"), ("packed", "packed", "rows"), (1, 2, 1), strict=True
+        )
     ]
     ways += [IndexCase(q="fp8_e4m3fnuz", lens=(70, 5)), IndexCase(head_dim=256, lens=(70, 5))]
     return ways + [replace(ways[6], num_heads=heads) for heads in (12, 32, 128)]

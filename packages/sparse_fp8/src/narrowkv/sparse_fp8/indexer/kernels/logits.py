@@ -1,11 +1,11 @@
-"""Logits of the indexer: sums over index heads of a weight times relu(q . k), over FP8 keys."""
+"""Logits of the indexer: sums over index heads of a weight times relu(q . k), over FP8 or FP4 keys."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from narrowkv.quant.device import widen
+from narrowkv.quant.device import e8m0_to_fp32, widen, widen_parts
 
 # Arguments that change from call to call in serving.
 SIZES = ["num_tokens", "num_columns", "num_pages", "max_pages", "run"]
@@ -23,7 +23,7 @@ class IndexQueries(NamedTuple):
 
 
 class KeyPages(NamedTuple):
-    """FP8 values and fp32 scales of pages, with the strides of pages and of tokens in a page."""
+    """Values and scales of pages, with the strides of pages and of tokens in a page."""
 
     data: Any
     scale: Any
@@ -56,7 +56,7 @@ class LogitsSpec(NamedTuple):
     tile. CLEAN: whether columns outside a token's keys become -inf.
     SHUFFLED: keys, and bytes of a key, of a tile of a page; 0 for rows. INT64: offsets take 64 bits.
     Q_FORMAT, K_FORMAT: of the values. ROUTE: "native" multiplies FP8; "bits" widens both to float16, which
-    leaves out a factor of 2**EXPONENT.
+    leaves out a factor of 2**EXPONENT; so does "bf16", for FP4 keys, whose even and odd channels are apart.
     """
 
     HEADS: Any
@@ -141,18 +141,44 @@ def fill_columns(out, first, begin, end, num_tokens, num_columns, stride, SPEC: 
 
 
 @triton.jit
-def load_query(queries, token, num_tokens, SPEC: tl.constexpr):
-    """A token's query, transposed `[HEAD_DIM, BLOCK_H]`, and weights `[BLOCK_H]`, 0 for padded heads."""
+def load_query(queries, token, num_tokens, d, SPEC: tl.constexpr):
+    """Channels d of a query, transposed `[D, BLOCK_H]`, and weights `[BLOCK_H]`, 0 for padded heads."""
     h = tl.arange(0, SPEC.BLOCK_H)
-    d = tl.arange(0, SPEC.HEAD_DIM)
     mask = (h < SPEC.HEADS) & (token < num_tokens)
     at = token.to(tl.int64)
     places = queries.q + at * queries.stride_t + h[None, :] * queries.stride_h + d[:, None]
     q = tl.load(places, mask=mask[None, :], other=0.0 if SPEC.ROUTE == "native" else 0)
     weights = tl.load(queries.weights + at * queries.stride_wt + h * queries.stride_wh, mask=mask, other=0.0)
     if SPEC.ROUTE != "native":
-        q = widen(q, SPEC.Q_FORMAT, SPEC.ROUTE, tl.float16, False)
+        q = widen(q, SPEC.Q_FORMAT, "bits", tl.float16, False)
+    if SPEC.ROUTE == "bf16":
+        q = q.to(tl.bfloat16)
     return q, weights * (2.0**SPEC.EXPONENT)
+
+
+@triton.jit
+def load_fp8(keys, value_at, scale_at, live, d, SPEC: tl.constexpr):
+    """FP8 keys `[N, HEAD_DIM]`, as they are or in float16, and their scales `[N]`."""
+    other: tl.constexpr = 0.0 if SPEC.ROUTE == "native" else 0
+    k = tl.load(keys.data + value_at[:, None] + d[None, :], mask=live[:, None], other=other)
+    if SPEC.ROUTE != "native":
+        k = widen(k, SPEC.K_FORMAT, SPEC.ROUTE, tl.float16, False)
+    return k, tl.load(keys.scale + scale_at, mask=live, other=0.0)
+
+
+@triton.jit
+def load_fp4(keys, value_at, scale_at, live, HEAD_DIM: tl.constexpr):
+    """FP4 keys in bfloat16, times their scales: even and odd channels, `[N, HEAD_DIM / 2]` each."""
+    GROUPS: tl.constexpr = HEAD_DIM // 32
+    b = tl.arange(0, HEAD_DIM // 2)
+    x = tl.load(keys.data + value_at[:, None] + b[None, :], mask=live[:, None], other=0)
+    g = tl.arange(0, GROUPS)
+    scale = e8m0_to_fp32(tl.load(keys.scale + scale_at[:, None] + g[None, :], mask=live[:, None], other=127))
+    even, odd = widen_parts(x, "fp4_e2m1", "bits", tl.float16, 2)
+    even = tl.reshape(even.to(tl.float32), [x.shape[0], GROUPS, 16]) * scale[:, :, None]
+    odd = tl.reshape(odd.to(tl.float32), [x.shape[0], GROUPS, 16]) * scale[:, :, None]
+    # Four significant bits at most, so that nothing is rounded.
+    return tl.reshape(even, x.shape).to(tl.bfloat16), tl.reshape(odd, x.shape).to(tl.bfloat16)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -165,10 +191,15 @@ def _index_logits_kernel(
     begin = tl.program_id(1) * run
     end = tl.minimum(begin + run, num_columns)
     seq = first // SPEC.Q_LEN
-    q, weights, starts, ends = (), (), (), ()
+    FP4: tl.constexpr = SPEC.ROUTE == "bf16"
+    q, q_odd, weights, starts, ends = (), (), (), (), ()
+    channels = tl.arange(0, SPEC.HEAD_DIM // 2) * 2 if FP4 else tl.arange(0, SPEC.HEAD_DIM)
     low, high = end, begin
     for t in tl.static_range(SPEC.BLOCK_T):
-        q_t, w_t = load_query(queries, first + t, num_tokens, SPEC)
+        q_t, w_t = load_query(queries, first + t, num_tokens, channels, SPEC)
+        if FP4:
+            odd_t, _ = load_query(queries, first + t, num_tokens, channels + 1, SPEC)
+            q_odd = q_odd + (odd_t,)
         start_t, end_t = span_of_token(
             bounds, first + t, num_tokens, num_columns, num_pages, max_pages, SPEC.PAGE_SIZE, SPEC.Q_LEN
         )
@@ -190,16 +221,16 @@ def _index_logits_kernel(
         value_at, scale_at, live = key_offsets(
             bounds, keys, seq, n, n < high, num_pages, SPEC.PAGE_SIZE, SPEC.SHUFFLED, SPEC.INT64
         )
-        places = keys.data + value_at[:, None] + d[None, :]
-        k = tl.load(
-            places, mask=live[:, None], other=0.0 if SPEC.ROUTE == "native" else 0
-        )  # [BLOCK_N, HEAD_DIM]
-        scale = tl.load(keys.scale + scale_at, mask=live, other=0.0)
-        if SPEC.ROUTE != "native":
-            k = widen(k, SPEC.K_FORMAT, SPEC.ROUTE, tl.float16, False)
+        if FP4:
+            k, k_odd = load_fp4(keys, value_at, scale_at, live, SPEC.HEAD_DIM)
+            scale = 1.0
+        else:
+            k, scale = load_fp8(keys, value_at, scale_at, live, d, SPEC)
         for t in tl.static_range(SPEC.BLOCK_T):
             # Keys are the rows, so that a sum over heads stays within a lane or few.
             products = tl.dot(k, q[t])  # [BLOCK_N, BLOCK_H]
+            if FP4:
+                products = tl.dot(k_odd, q_odd[t], products)
             logits = tl.sum(tl.maximum(products, 0.0) * weights[t][None, :], 1) * scale
             inside = live & (n >= starts[t]) & (n < ends[t])
             row = out + (first + t).to(tl.int64) * stride_out
