@@ -243,3 +243,21 @@ def test_a_pool_with_a_scale_of_its_own_says_what_it_takes() -> None:
         DSV4Rows.paged(torch.zeros(2, 16, 656, dtype=torch.uint8), "record656", page_size=16, scale=1.0)
     with pytest.raises(ValueError, match="layout must have scales in its rows"):
         DSV4Rows.pack(torch.zeros(4, 512).to(torch.float8_e4m3fn), None, torch.ones(4, 1), "tensor512")
+
+
+def test_a_table_for_pages_of_other_rows_is_refused() -> None:
+    q, rows, table = W(layout="record656").build()
+    with pytest.raises(ValueError, match="page_table must have the page_size of rows, 16, or 1"):
+        latent_decode(q, rows, replace(table, page_size=8))
+
+
+@pytest.mark.parametrize("name", ["q", "out", "lse"])
+def test_tokens_that_lie_apart_are_refused_where_there_are_several(name: str) -> None:
+    q, rows, table = W(q_len=2).build()
+    apart = {
+        "q": torch.zeros(6, 24, 576).bfloat16()[:, :12], "out": torch.zeros(6, 24, 512)[:, :12],
+        "lse": torch.zeros(6, 24)[:, :12],
+    }  # fmt: skip
+    given: dict[str, Any] = {"q": q, "rows": rows, "page_table": table, name: apart[name]}
+    with pytest.raises(ValueError, match=f"{name} must have a stride between tokens of heads times"):
+        latent_decode(**given)
