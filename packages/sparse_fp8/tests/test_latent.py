@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from narrowkv.paged_cache import PageTable
-from narrowkv.runtime.launch import run_as
+from narrowkv.runtime.launch import executing, run_as
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     RowsFormat,
@@ -20,6 +20,7 @@ from narrowkv.sparse_fp8 import (
     plan_sparse,
 )
 from narrowkv.testing.agreement import assert_agrees
+from narrowkv.testing.calls import LaunchRecorder
 from narrowkv.testing.cases.latent import LatentCase, sweep
 
 pytestmark = pytest.mark.sampled
@@ -261,3 +262,18 @@ def test_tokens_that_lie_apart_are_refused_where_there_are_several(name: str) ->
     given: dict[str, Any] = {"q": q, "rows": rows, "page_table": table, name: apart[name]}
     with pytest.raises(ValueError, match=f"{name} must have a stride between tokens of heads times"):
         latent_decode(**given)
+
+
+@pytest.mark.parametrize(("target", "splits"), [("gfx942", 9), ("gfx950", 8), ("sm90", 2)])
+def test_splits_fill_the_chip_and_fit_in_the_workspace(target: str, splits: int) -> None:
+    with executing(LaunchRecorder(target)) as recorder:
+        plan = plan_latent(
+            num_qo_heads=12, rows=RowsFormat("bf16", columns=576), page_size=16, device="cpu", max_batch=64,
+            max_seq_len=8192,
+        )  # fmt: skip
+        table = PageTable.from_block_table(
+            torch.zeros(64, 4096, dtype=I32), torch.zeros(64, dtype=I32), page_size=16
+        )
+        q, rows = torch.zeros(64, 12, 576).bfloat16(), torch.zeros(2, 16, 576).bfloat16()
+        latent_decode(q, rows, table, plan=plan)
+        assert recorder.launches[0].grid[:2] == (64, splits)

@@ -82,7 +82,19 @@ def head_block(num_heads: int) -> int:
     return 16 if num_heads <= 16 else 32 if num_heads <= 32 else 64
 
 
-def choose_splits(target: Target, config: SparseConfig, programs: int, tiles: int, partial_bytes: int) -> int:
+def programs_at_once(target: Target, config: SparseConfig, paged: bool) -> int:
+    """Programs that splits are to fill the target with.
+
+    One a compute unit; on AMD two of up to 32 rows of Q over a page table, since each waits for rows that no
+    other program reads, and two fit: by the model of `_paged_amd_tiles`, 64 sequences of 8k bf16 rows, gfx950
+    139 us instead of 251.
+    """
+    return target.compute_units * (2 if paged and target.is_amd and config.block_h <= 32 else 1)
+
+
+def choose_splits(
+    target: Target, config: SparseConfig, programs: int, tiles: int, partial_bytes: int, paged: bool = False
+) -> int:
     """The number of programs that share a token's rows.
 
     Args:
@@ -91,13 +103,14 @@ def choose_splits(target: Target, config: SparseConfig, programs: int, tiles: in
         programs: (token, head block) pairs of the call.
         tiles: tiles that a token has on average.
         partial_bytes: bytes of the partial results of all programs without splits.
+        paged: whether a page table names the rows.
     """
-    compute_units = target.compute_units
+    compute_units = programs_at_once(target, config, paged)
     if programs * 2 > compute_units or tiles < 2:
         return 1
     most = min(compute_units // max(programs, 1), MOST_CHOSEN_SPLITS)
     if not target.is_nvidia:
-        # One program a compute unit, and at least two tiles a program, so that the merge takes less time.
+        # As many programs as run at once, and at least two tiles each, so that the merge takes less time.
         return max(1, min(most, tiles // 2))
     tile_time = 5.0 if config.kernel == "fused" and config.family == "portable" else 2.0
     return _splits_of_least_time(min(most, tiles), tiles, tile_time, partial_bytes)
@@ -220,6 +233,25 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool, v4_r
     return _Tiles(block_h, 16, replace(options, num_stages=stages, waves_per_eu=1), width=width)
 
 
+def _paged_amd_tiles(target: Target, kernel: str, tiles: _Tiles, fp16_query: bool) -> _Tiles:
+    """The same over a page table: each program waits for its own rows, which no other one reads.
+
+    Model (`narrowkv inspect model --case latent:...`), 64 sequences of 8k rows, 12 or 16 heads, 8 splits,
+    microseconds. gfx950: bf16 rows, one program a compute unit 251; two 139, which iterative-ilp takes
+    without spills. FP8 rows with one scale: one stage 214, two 155. gfx942: bf16 329, two stages 405; FP8 341
+    and 351. With an fp16 query two stages spill on gfx942 at 64 rows of Q.
+    """
+    options = tiles.options
+    if target.name == "gfx950" and tiles.block_h == 16:
+        if kernel == "16bit":
+            options = replace(options, waves_per_eu=2, llvm_fn_attrs="amdgpu-sched-strategy=iterative-ilp")
+        else:
+            options = replace(options, num_stages=2)
+    elif kernel == "fused" and fp16_query and tiles.block_h == 64:
+        options = replace(options, num_stages=1)
+    return replace(tiles, options=options)
+
+
 def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool, head_dim: int) -> _Tiles:
     # H100, 1024 tokens, top-k 2048, times over the floor. 64 heads, 16-bit rows: guarded 2.4, plain 3.1, the
     # product alone in a branch does not fit in shared memory. FP8 rows, 16-bit Q: tiles of 128 columns 4.2,
@@ -275,7 +307,7 @@ def specialised_config(
 
 def choose_config(
     target: Target, *, kernel: str, num_heads: int, head_dim: int = HEAD_DIM, fp8_qk: bool = False,
-    fp16_query: bool = False, layouts: Sequence[RowLayout] = (),
+    fp16_query: bool = False, layouts: Sequence[RowLayout] = (), paged: bool = False,
 ) -> SparseConfig:  # fmt: skip
     """The configuration of the portable kernels.
 
@@ -287,11 +319,14 @@ def choose_config(
         fp8_qk: whether QK over NoPE may multiply FP8 by FP8; it does where that is faster.
         fp16_query: whether the query is in fp16.
         layouts: those of a fused kernel's quantised rows.
+        paged: whether a page table names the rows, and not index lists.
     """
     block_h = head_block(num_heads)
     if target.is_amd:
         v4_rows = all(layout.quantized < HEAD_DIM for layout in layouts)
         tiles, fp8_qk = _amd_tiles(target, kernel, block_h, fp16_query, v4_rows), False
+        if paged:
+            tiles = _paged_amd_tiles(target, kernel, tiles, fp16_query)
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
     else:

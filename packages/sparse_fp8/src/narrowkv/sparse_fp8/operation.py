@@ -19,6 +19,7 @@ from narrowkv.sparse_fp8.config import (
     MOST_CHOSEN_SPLITS,
     SparseConfig,
     choose_splits,
+    programs_at_once,
     specialised_pays,
 )
 from narrowkv.sparse_fp8.launches import (
@@ -186,12 +187,13 @@ class SparsePlan(SparseSettings):
         fixed = self._fixed_splits
         if fixed is not None:
             return fixed * tokens if fixed > 1 else 0
-        blocks = min(
-            config.head_blocks(self.num_qo_heads)
+        most = max(
+            programs_at_once(self.target, config, self.pages is not None)
+            // config.head_blocks(self.num_qo_heads)
             for config in (self.portable, self.specialised)
             if config is not None
         )
-        return min(self.target.compute_units // blocks, MOST_CHOSEN_SPLITS * tokens)
+        return min(most, MOST_CHOSEN_SPLITS * tokens)
 
     def _attend(
         self,
@@ -311,6 +313,7 @@ class SparsePlan(SparseSettings):
             tokens * config.head_blocks(heads),
             -(-mean_rows // config.block_k),
             tokens * heads * HEAD_DIM * 4,
+            self.pages is not None,
         )
 
     def _specialised_reads(

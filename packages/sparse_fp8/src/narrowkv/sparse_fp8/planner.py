@@ -245,6 +245,7 @@ def make_plan(
             fp8_qk=fp8_qk,
             fp16_query=query.layout == "fp16",
             layouts=layouts,
+            paged=pages is not None,
         ),
         specialised=specialised,
     )

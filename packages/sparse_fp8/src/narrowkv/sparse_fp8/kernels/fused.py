@@ -27,6 +27,7 @@ from narrowkv.sparse_fp8.kernels.rows import (
     load_rope,
     locate,
     names_a_row,
+    row_numbers,
     rows_of_token,
     seen_keys,
     widen_columns,
@@ -160,9 +161,10 @@ def _attend_fused(
         descale = tl.load(rows.scale).to(tl.float32, bitcast=True)
         qk_scale = qk_scale * descale
     k_range = tl.arange(0, BLOCK_K)
-    index = load_indices(lists, begin, k_range, end, PAGES)
+    loaded = load_indices(lists, begin, k_range, end, PAGES)
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         upcoming = load_indices(lists, start + BLOCK_K, k_range, end, PAGES)
+        index = row_numbers(loaded, lists, start, k_range, end, PAGES)
         live = names_a_row(index, rows.num_rows)
         stored, scales, rope = _load_rows(rows, index, live, WIDTH, STORED)
         if GUARD:
@@ -177,7 +179,7 @@ def _attend_fused(
                 q, q_scales, acc, m, l, qk_scale, descale, stored, scales, rope, live, start, unseen, WIDTH,
                 STORED, HEAD_DIM, FP8_QK, False, PAGES,
             )  # fmt: skip
-        index = upcoming
+        loaded = upcoming
     return acc, m, l
 
 

@@ -175,14 +175,25 @@ def rows_of_token(lists, size, num_rows, token, num_tokens, PAGES: tl.constexpr)
 
 @triton.jit
 def load_indices(lists, begin, places, end, PAGES: tl.constexpr):
-    """Row numbers at `places` after `begin`, -1 from the end on."""
+    """Indices or page ids of the rows at `places` after `begin`, for `row_numbers`.
+
+    They are loaded a tile ahead and not used before: the use would wait for the load.
+    """
     # Values that are equal in all lanes stay scalar: a tensor of places would take registers in every layout.
     if PAGES is None:
-        return as_row_number(tl.load(lists.indices + begin + places, mask=places < end - begin, other=-1))
+        return tl.load(lists.indices + begin + places, mask=places < end - begin, other=-1)
+    else:
+        return load_page_ids(lists.table, lists.first_id, begin + places, 0, lists.last, PAGES.PAGE_SIZE)
+
+
+@triton.jit
+def row_numbers(loaded, lists, begin, places, end, PAGES: tl.constexpr):
+    """Row numbers from what `load_indices` loaded, -1 from the end on."""
+    if PAGES is None:
+        return as_row_number(loaded)
     else:
         n = begin + places
-        page = load_page_ids(lists.table, lists.first_id, n, 0, lists.last, PAGES.PAGE_SIZE)
-        page, slot = place_of(lists.table, page, n, 0, lists.last, PAGES.PAGE_SIZE, False)
+        page, slot = place_of(lists.table, loaded, n, 0, lists.last, PAGES.PAGE_SIZE, False)
         return tl.where(places < end - begin, page * PAGES.PAGE_SIZE + slot, -1)
 
 

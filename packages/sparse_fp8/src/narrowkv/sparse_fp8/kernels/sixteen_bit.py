@@ -20,6 +20,7 @@ from narrowkv.sparse_fp8.kernels.rows import (
     first_unseen,
     load_indices,
     names_a_row,
+    row_numbers,
     rows_of_token,
     seen_keys,
 )
@@ -63,11 +64,12 @@ def _attend_16bit_rows(
     """Rows at places [begin, end) of the lists into the softmax state."""
     d = tl.arange(0, 512)
     k_range = tl.arange(0, BLOCK_K)
-    index = load_indices(lists, begin, k_range, end, PAGES)
+    loaded = load_indices(lists, begin, k_range, end, PAGES)
     # Without a product at the top of its body a loop is pipelined only if it says so itself.
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         # Indices come one tile ahead: the rows' loads wait for them.
         upcoming = load_indices(lists, start + BLOCK_K, k_range, end, PAGES)
+        index = row_numbers(loaded, lists, start, k_range, end, PAGES)
         live = names_a_row(index, rows.num_rows)
         offsets = (index.to(tl.int64) if INT64_OFFSETS else index) * rows.stride_n
         kv = tl.load(
@@ -90,7 +92,7 @@ def _attend_16bit_rows(
             acc, m, l = _attend_tile(
                 q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, unseen, HEAD_DIM, False, PAGES
             )
-        index = upcoming
+        loaded = upcoming
     return acc, m, l
 
 
