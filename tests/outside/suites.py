@@ -138,6 +138,12 @@ SUITES: tuple[Suite, ...] = (
         ),
     ),
     Suite(
+        "AITER indexer logits",
+        "aiter/op_tests/triton_tests/attention/test_fp8_mqa_logits.py",
+        "aiter_names",
+        {"s_q": most(61), "s_k": most(122)},
+    ),
+    Suite(
         "FlashMLA sparse decode",
         "FlashMLA/tests/test_flash_mla_sparse_decoding.py",
         "flash_mla_names",
