@@ -239,7 +239,8 @@ def _paged_amd_tiles(target: Target, kernel: str, tiles: _Tiles, fp16_query: boo
     Model (`narrowkv inspect model --case latent:...`), 64 sequences of 8k rows, 12 or 16 heads, 8 splits,
     microseconds. gfx950: bf16 rows, one program a compute unit 251; two 139, which iterative-ilp takes
     without spills. FP8 rows with one scale: one stage 214, two 155. gfx942: bf16 329, two stages 405; FP8 341
-    and 351. With an fp16 query two stages spill on gfx942 at 64 rows of Q.
+    and 351; 40 heads, bf16, four splits, one stage 721, two 931, three 1032. With an fp16 query two stages
+    spill on gfx942 at 64 rows of Q.
     """
     options = tiles.options
     if target.name == "gfx950" and tiles.block_h == 16:
@@ -247,7 +248,7 @@ def _paged_amd_tiles(target: Target, kernel: str, tiles: _Tiles, fp16_query: boo
             options = replace(options, waves_per_eu=2, llvm_fn_attrs="amdgpu-sched-strategy=iterative-ilp")
         else:
             options = replace(options, num_stages=2)
-    elif kernel == "fused" and fp16_query and tiles.block_h == 64:
+    elif tiles.block_h == 64 and target.name != "gfx950" and (kernel == "16bit" or fp16_query):
         options = replace(options, num_stages=1)
     return replace(tiles, options=options)
 
