@@ -92,7 +92,8 @@ def with_choice(
         matrix_instr_nonkdim=choice.matrix_rows or base.options.matrix_instr_nonkdim,
     )
     if (options, choice.block_n) != (base.options, base.block_n):
-        options = replace(options, waves_per_eu=None, maxnreg=None)
+        # LLVM's scheduling strategies were chosen for the shipped tile, and crash the compiler beside others.
+        options = replace(options, waves_per_eu=None, maxnreg=None, llvm_fn_attrs=None)
     return replace(
         base,
         block_n=choice.block_n,
