@@ -18,6 +18,7 @@ from narrowkv.runtime.targets import get_target
 from narrowkv.testing import model, samples
 from narrowkv.testing.cases import parse_case, prefill
 from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.indexer import IndexCase
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.checking import check_sample
@@ -138,6 +139,7 @@ OTHERS: tuple[Any, ...] = (
     SparseCase.small(mode="prepass"),
     SparseCase.small(mode="decode", num_qo_heads=64),
     SparseCase.small(mode="16bit", layout="bf16"),
+    IndexCase.small(),
 )
 
 

@@ -270,7 +270,6 @@ CASES = Cases(
     case=IndexCase,
     bounds={"relative_l1": BOUND},
     sweep=lambda target, full, seed: sweep(everything=full),
-    families=lambda target: {"index logits": IndexCase(lens=(2048,) * 8)},
     shipped=shipped,
     columns={"keys": lambda case: case.kind[1], "heads": lambda case: case.num_heads},
 )

@@ -195,7 +195,6 @@ CASES = Cases(
     case=TopkCase,
     bounds={"wrong columns": 0.0},
     sweep=lambda target, full, seed: sweep(everything=full),
-    families=lambda target: {"index top-k": TopkCase(tokens=2, columns=65536, bounds="ends")},
     shipped=shipped,
     columns={"columns": lambda case: case.columns, "topk": lambda case: case.topk},
 )
