@@ -57,7 +57,7 @@ def run(case, inputs, **options):
 def _as_attended(source, mode):
     """The source as a prepass leaves it: products with fp32 scales are rounded to bf16."""
     rows = None if source is None else source.rows
-    if mode != "prepass" or not isinstance(rows, DSV4Rows) or rows.places.scale != "fp32":
+    if mode != "prepass" or not isinstance(rows, DSV4Rows) or not rows.places.scales_stay_apart:
         return source
     return replace(source, rows=rows.dequantize().bfloat16())
 
