@@ -104,7 +104,7 @@ def like_query(tensors: Tensors, options: Mapping[str, Any]) -> Results:
 def register(
     name: str, schema: str, call: Callable[..., Any],
     results: Callable[[Tensors, Mapping[str, Any]], Results] | None = None, *,
-    outputs: tuple[str, str] = ("out", "lse"), into: bool = True, written: Sequence[str] = (),
+    outputs: Sequence[str] = ("out", "lse"), into: bool = True, written: Sequence[str] = (),
     aliases: str = "ab",
 ) -> Callable[..., Any]:  # fmt: skip
     """Registers the operators of an operation.
@@ -118,7 +118,7 @@ def register(
         call: the operation, with the operator's tensors, a dictionary of options, and as keywords the outputs
             that are given. With an "lse" among them it is also given `return_lse`.
         results: shapes and dtypes of new results, by tensors and options; None for an operation without.
-        outputs: keywords of the results; into: whether a caller may give them.
+        outputs: keywords of the one or two results; into: whether a caller may give them.
         written: tensors of the schema that the operation writes to.
         aliases: letters for outputs that the schema does not have.
 
@@ -128,19 +128,22 @@ def register(
         are `return_lse`, whether the last result is returned, and `allocates`, whether the first operator may
         be taken.
     """
-    schema, returned = f"{schema}, {OPTIONS_SCHEMA}", "()" if results is None else "(Tensor, Tensor)"
+    schema, returned = f"{schema}, {OPTIONS_SCHEMA}", "()"
+    one = len(outputs) == 1
+    if results is not None:
+        returned = "Tensor" if one else "(Tensor, Tensor)"
 
     def run(*args: Any) -> Any:
         given = _given(args)
-        if results is None:
-            return call(*args[:-3], given)
-        return tuple(call(*args[:-3], given, **{"return_lse": True} if "lse" in outputs else {}))
+        found = call(*args[:-3], given, **{"return_lse": True} if results and "lse" in outputs else {})
+        return found if one or results is None else tuple(found)
 
     def fake(*args: Any) -> Any:
-        if results is not None:
-            made = results(args[:-3], spelled(*args[-3:]))
-            return tuple(args[0].new_empty(shape, dtype=dtype) for shape, dtype in made)
-        return None
+        if results is None:
+            return None
+        made = results(args[:-3], spelled(*args[-3:]))
+        empty = tuple(args[0].new_empty(shape, dtype=dtype) for shape, dtype in made)
+        return empty[0] if one else empty
 
     operator = torch.library.custom_op(
         f"narrowkv::{name}", run, mutates_args=written, schema=f"({schema}) -> {returned}"
@@ -174,6 +177,8 @@ def register(
             return getattr(torch.ops.narrowkv, name)(*inputs)
         if allocates and all(x is None for x in given):
             found = getattr(torch.ops.narrowkv, name)(*inputs)
+            if one:
+                return found
         else:
             first, found = tensors[0], list(given)
             assert first is not None
@@ -181,7 +186,7 @@ def register(
                 if found[at] is None and (at == 0 or return_lse):
                     found[at] = first.new_empty(shape, dtype=dtype)
             getattr(torch.ops.narrowkv, f"{name}_out")(*inputs, *found)
-        return (found[0], found[1]) if return_lse and found[1] is not None else found[0]
+        return found[0] if one or not return_lse or found[1] is None else (found[0], found[1])
 
     return dispatch
 

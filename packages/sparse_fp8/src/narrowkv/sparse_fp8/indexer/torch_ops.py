@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, plan_of, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import Results, Tensors, as_bytes, register, traces
 from narrowkv.sparse_fp8.indexer.append import append_index_keys
 from narrowkv.sparse_fp8.indexer.keys import IndexKeys
 from narrowkv.sparse_fp8.indexer.logits import IndexLogitsPlan, index_logits
 from narrowkv.sparse_fp8.indexer.topk import IndexTopkPlan, index_topk
-
-_LOGITS = (
-    "Tensor q, Tensor weights, Tensor values, Tensor? scale, Tensor? starts, Tensor? ends, "
-    f"Tensor? block_table, Tensor? seq_lens, {OPTIONS_SCHEMA}"
-)
-_TOPK = (
-    "Tensor logits, Tensor? starts, Tensor? ends, Tensor? seq_lens, Tensor? block_table, Tensor? slots, "
-    + OPTIONS_SCHEMA
-)
 
 
 def _tensors(keys: IndexKeys) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -36,81 +27,57 @@ def _keys(values: torch.Tensor, scale: torch.Tensor | None, options: dict[str, A
     return IndexKeys(values, scale, format, shuffled)
 
 
-def _logits(
-    q: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None,
-    starts: torch.Tensor | None, ends: torch.Tensor | None, block_table: torch.Tensor | None,
-    seq_lens: torch.Tensor | None, *options: Any, out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    given = spelled(*options)
+def _logits(*args: Any, **output: Any) -> torch.Tensor:
+    q, weights, values, scale, starts, ends, block_table, seq_lens, given = args
     keys = _keys(values, scale, given)
-    given["plan"] = plan_of(given.pop("plan"))
     return index_logits(
         q.view(given.pop("q_dtype")), weights, keys, starts=starts, ends=ends, block_table=block_table,
-        seq_lens=seq_lens, out=out, **given,
+        seq_lens=seq_lens, **given, **output,
     )  # fmt: skip
 
 
-def _empty_logits(*args: Any) -> torch.Tensor:
-    q, values, table = args[0], args[2], args[6]
-    columns = spelled(*args[8:])["num_columns"]
+def _logits_results(tensors: Tensors, options: Mapping[str, Any]) -> Results:
+    q, values, table = tensors[0], tensors[2], tensors[6]
+    assert q is not None
+    assert values is not None
+    columns = options["num_columns"]
     if columns is None:
         columns = values.shape[0] if table is None else table.shape[1] * values.shape[1]
-    empty: torch.Tensor = q.new_empty((q.shape[0], columns), dtype=torch.float32)
-    return empty
+    return (((q.shape[0], columns), torch.float32),)
 
 
-def _topk(
-    logits: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tensor | None,
-    seq_lens: torch.Tensor | None, block_table: torch.Tensor | None, slots: torch.Tensor | None,
-    *options: Any, out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    given = spelled(*options)
-    given["plan"] = plan_of(given.pop("plan"))
+_call_logits = register(
+    "index_logits",
+    "Tensor q, Tensor weights, Tensor values, Tensor? scale, Tensor? starts, Tensor? ends, "
+    "Tensor? block_table, Tensor? seq_lens",
+    _logits,
+    _logits_results,
+    outputs=("out",),
+    aliases="a",
+)
+
+
+def _topk(*args: Any, **output: Any) -> torch.Tensor:
+    logits, starts, ends, seq_lens, block_table, slots, given = args
     return index_topk(
-        logits, starts=starts, ends=ends, seq_lens=seq_lens, block_table=block_table, slots=slots, out=out,
-        **given,
+        logits, starts=starts, ends=ends, seq_lens=seq_lens, block_table=block_table, slots=slots, **given,
+        **output,
     )  # fmt: skip
 
 
-def _empty_topk(*args: Any) -> torch.Tensor:
-    empty: torch.Tensor = args[0].new_empty((args[0].shape[0], spelled(*args[6:])["topk"]), dtype=torch.int32)
-    return empty
+def _topk_results(tensors: Tensors, options: Mapping[str, Any]) -> Results:
+    assert tensors[0] is not None
+    return (((tensors[0].shape[0], options["topk"]), torch.int32),)
 
 
-def _register(name: str, schema: str, call: Callable[..., torch.Tensor], empty: Callable[..., Any]) -> Any:
-    """Registers the operators of an operation with one result; a function that calls one of them."""
-
-    @torch.library.custom_op(f"narrowkv::{name}", mutates_args=(), schema=f"({schema}) -> Tensor")
-    def run(*args: Any) -> torch.Tensor:
-        return call(*args)
-
-    run.register_fake(empty)
-
-    @torch.library.custom_op(
-        f"narrowkv::{name}_out", mutates_args=("out",), schema=f"({schema}, Tensor(a!) out) -> ()"
-    )
-    def run_out(*args: Any) -> None:
-        *inputs, out = args
-        call(*inputs, out=out)
-
-    @run_out.register_fake
-    def fake_out(*args: object) -> None:
-        """Writes into its output, and returns nothing."""
-
-    functional, into = getattr(torch.ops.narrowkv, name), getattr(torch.ops.narrowkv, f"{name}_out")
-
-    def traced(inputs: tuple[Any, ...], out: torch.Tensor | None) -> torch.Tensor:
-        if out is None:
-            result: torch.Tensor = functional(*inputs)
-            return result
-        into(*inputs, out)
-        return out
-
-    return traced
-
-
-_traced_logits = _register("index_logits", _LOGITS, _logits, _empty_logits)
-_traced_topk = _register("index_topk", _TOPK, _topk, _empty_topk)
+_call_topk = register(
+    "index_topk",
+    "Tensor logits, Tensor? starts, Tensor? ends, Tensor? seq_lens, Tensor? block_table, Tensor? slots",
+    _topk,
+    _topk_results,
+    outputs=("out",),
+    aliases="a",
+)
 
 
 @traces("index_logits")
@@ -129,14 +96,12 @@ def traced_index_logits(
     plan: IndexLogitsPlan | None = None,
 ) -> torch.Tensor:
     """`index_logits` through its operators, which check the arguments when they run."""
-    spec = spell(
-        q_dtype=q.dtype, format=keys.format, shuffled=keys.shuffled, num_columns=num_columns, clean=clean,
-        plan=None if plan is None else plan.handle,
-    )  # fmt: skip
-    inputs = (
-        as_bytes(q), weights, *_tensors(keys), starts, ends, block_table, seq_lens, *spec
-    )  # fmt: skip
-    result: torch.Tensor = _traced_logits(inputs, out)
+    options = {
+        "q_dtype": q.dtype, "format": keys.format, "shuffled": keys.shuffled, "num_columns": num_columns,
+        "clean": clean, "plan": plan,
+    }  # fmt: skip
+    tensors = (as_bytes(q), weights, *_tensors(keys), starts, ends, block_table, seq_lens)
+    result: torch.Tensor = _call_logits(tensors, options, out)
     return result
 
 
@@ -155,29 +120,25 @@ def traced_index_topk(
     plan: IndexTopkPlan | None = None,
 ) -> torch.Tensor:
     """`index_topk` through its operators, which check the arguments when they run."""
-    spec = spell(topk=topk, page_size=page_size, plan=None if plan is None else plan.handle)
-    result: torch.Tensor = _traced_topk((logits, starts, ends, seq_lens, block_table, slots, *spec), out)
+    tensors = (logits, starts, ends, seq_lens, block_table, slots)
+    options = {"topk": topk, "page_size": page_size, "plan": plan}
+    result: torch.Tensor = _call_topk(tensors, options, out)
     return result
 
 
-@torch.library.custom_op(
-    "narrowkv::append_index_keys",
-    mutates_args=("values", "scale"),
-    schema=(
-        "(Tensor k, Tensor(a!) values, Tensor(b!)? scale, Tensor slot_mapping, Tensor? cos, Tensor? sin, "
-        f"Tensor? positions, {OPTIONS_SCHEMA}) -> ()"
-    ),
-)
-def _append_op(*args: Any) -> None:
-    k, values, scale, slot_mapping, cos, sin, positions, *options = args
-    given = spelled(*options)
+def _append(*args: Any) -> None:
+    k, values, scale, slot_mapping, cos, sin, positions, given = args
     keys = _keys(values, scale, given)
     append_index_keys(k, keys, slot_mapping, cos=cos, sin=sin, positions=positions, **given)
 
 
-@_append_op.register_fake
-def _append_fake(*args: object) -> None:
-    """Writes into the keys, and returns nothing."""
+_call_append = register(
+    "append_index_keys",
+    "Tensor k, Tensor(a!) values, Tensor(b!)? scale, Tensor slot_mapping, Tensor? cos, Tensor? sin, "
+    "Tensor? positions",
+    _append,
+    written=("values", "scale"),
+)
 
 
 @traces("append_index_keys")
@@ -192,5 +153,5 @@ def traced_append(
     **options: object,
 ) -> None:
     """`append_index_keys` through its operator, which checks the arguments when it runs."""
-    spec = spell(format=keys.format, shuffled=keys.shuffled, **options)
-    torch.ops.narrowkv.append_index_keys(k, *_tensors(keys), slot_mapping, cos, sin, positions, *spec)
+    options = {"format": keys.format, "shuffled": keys.shuffled, **options}
+    _call_append((k, *_tensors(keys), slot_mapping, cos, sin, positions), options)
