@@ -181,8 +181,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row for each trace and way."""
     earlier, made = traces(count, 1), traces(count, 0)
-    last = earlier["guesses, mixed"][-1]
-    largest = Sizes((GUESSES,) * 60 + (CHUNK,) * 4, tuple(n + CHUNK for n in last.lens[:60]) + (CONTEXT,) * 4)
+    # Every sequence has pages for the longest: vLLM's kernel reads pages past a table's end without a check.
+    longest = max(max(sizes.lens) for found in (*earlier.values(), *made.values()) for sizes in found)
+    largest = Sizes((GUESSES,) * 60 + (CHUNK,) * 4, (longest,) * 64)
     model = Model(heads, largest, device, vllm)
     timer = GraphTimer(samples=20, seconds=0.1) if device == "cuda" else None
     rows = []
