@@ -124,8 +124,8 @@ def attending(case: PrefillCase, target: str) -> tuple[PrefillConfig, CompiledAr
     """The kernel that attends, and its configuration."""
     config, code = config_of(case, target), compile_case(case, target)[-1]
     if code.name == "_cdna_prefill_kernel":
-        assert config.in_turns is not None
-        config = config.in_turns
+        assert config.ping_pong is not None
+        config = config.ping_pong
     return config, code
 
 
@@ -206,7 +206,7 @@ def test_the_share_of_matrix_instructions_in_the_hot_loop_is_what_the_structure_
     assert share["dense"] > share["fused"]
 
 
-def in_turns(*changes: dict[str, Any]) -> CompiledArtifact:
+def ping_pong(*changes: dict[str, Any]) -> CompiledArtifact:
     """The kernel whose waves take turns, of a call with tiles of 256 rows for all compute units of gfx950."""
     artifacts = compile_case(call({"clean": False}, *changes), "gfx950")
     assert_few_scalars_move(artifacts)
@@ -225,11 +225,11 @@ def in_turns(*changes: dict[str, Any]) -> CompiledArtifact:
 def test_waves_take_turns_without_spills_and_without_packed_arithmetic(
     window: int, changes: dict[str, Any]
 ) -> None:
-    in_turns(changes, {"window_left": window})
+    ping_pong(changes, {"window_left": window})
 
 
 def test_factors_of_blocks_take_few_vector_instructions_where_waves_take_turns() -> None:
-    plain, bf16, append = (in_turns(changes).loop for changes in ({}, FORMATS[0], APPEND))
+    plain, bf16, append = (ping_pong(changes).loop for changes in ({}, FORMATS[0], APPEND))
     assert bf16.valu - plain.valu <= 8
     assert append.valu - plain.valu <= 10
     loads = [loop.mnemonics.get("global_load_dword", 0) for loop in (plain, bf16, append)]

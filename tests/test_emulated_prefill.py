@@ -126,7 +126,7 @@ def one_program(monkeypatch: pytest.MonkeyPatch, one_unit: None) -> None:
 def few(inputs: PrefillInputs, target: str) -> list[str]:
     """The kernels of the sequences with few query tokens."""
     with compile_for(target):
-        return [part.kernel for part in inputs.plan().config.few]
+        return [part.kernel for part in inputs.plan().config.short_queries]
 
 
 @both_targets

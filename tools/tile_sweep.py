@@ -95,8 +95,8 @@ def tiles_of(config: Any) -> str:
     """Kernels and tiles of a configuration, of all launches that it can choose among."""
     parts = [
         config,
-        *getattr(config, "few", ()),
-        *(getattr(config, name, None) for name in ("otherwise", "in_turns")),
+        *getattr(config, "short_queries", ()),
+        *(getattr(config, name, None) for name in ("fallback", "ping_pong")),
     ]
     return "; ".join(
         f"{part.kernel} {part.block_m}x{part.block_n}, {part.options.num_warps} warps, "

@@ -34,7 +34,7 @@ FEW = 16
 
 
 def _classes(config: PrefillConfig) -> list[tuple[str, tuple[int, int]]]:
-    return [(part.kernel, part.q_lens) for part in (*config.few, config)]
+    return [(part.kernel, part.q_lens) for part in (*config.short_queries, config)]
 
 
 def _compare(case: PrefillCase, inputs: PrefillInputs, o: torch.Tensor, lse: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ _MIX = MIXES["interleaved"]
 @pytest.mark.parametrize("name", CHANGES)
 def test_mixed_batches_with_options(name: str) -> None:
     config = _check(PrefillCase.small(*_MIX, **HEADS | CHANGES[name]))
-    assert [part.kernel for part in config.few] == ["split"]
+    assert [part.kernel for part in config.short_queries] == ["split"]
 
 
 @pytest.mark.parametrize("operation", ["prefill", "append"])
@@ -150,7 +150,7 @@ def test_sequences_with_fewer_tokens_than_expected_are_served(name: str, operati
     inputs = case.inputs()
     make: Any = plan_append if operation == "append" else plan_prefill
     plan = make(replace(inputs.plan().shape, min_q_len=FEW + 1), inputs.cache)
-    assert [part.q_lens for part in (*plan.config.few, plan.config)] == [(0, ANY_LEN)]
+    assert [part.q_lens for part in (*plan.config.short_queries, plan.config)] == [(0, ANY_LEN)]
     poison_plan(plan)
     _compare(case, inputs, *inputs.run(plan, return_lse=True))
 
@@ -169,7 +169,7 @@ def test_sequences_change_their_class_between_calls_of_a_plan(appends: bool) -> 
     if not appends:
         table = replace(table, before_append=False)
     plan = (plan_append if appends else plan_prefill)(q, cache, table, starts)
-    assert len(plan.config.few) == 1
+    assert len(plan.config.short_queries) == 1
     out = torch.empty_like(q)
     for q_lens in ((20, 6, 10), (1, 34, 1), (36, 0, 0), (12, 12, 12)):
         starts.copy_(torch.tensor([0, *q_lens]).cumsum(0))
@@ -190,7 +190,7 @@ def test_a_planned_mixed_call_allocates_nothing(target: str) -> None:
     out = torch.empty_like(q)
     with executing(LaunchRecorder(target)):
         plan = plan_prefill(q, cache, table, starts)
-        assert plan.config.few
+        assert plan.config.short_queries
         plan.run(q, cache, table, starts, out=out)  # the first call prepares its launches
         with TorchOperations() as seen:
             plan.run(q, cache, table, starts, out=out)
@@ -235,7 +235,7 @@ def test_which_classes_a_call_can_have(target: str, appends: bool) -> None:
 
     def kernels(*sizes: int, **bounds: int) -> list[str]:
         config = _planned(target, _shape(*sizes, **bounds), appends=appends)
-        return [part.kernel for part in (*config.few, config)]
+        return [part.kernel for part in (*config.short_queries, config)]
 
     dense = "dense" if not appends else "pipelined" if target == "sm90" else "append_then_attend"
     assert kernels(64, 2108) == ["split"] * few + [dense]  # decodes and chunks

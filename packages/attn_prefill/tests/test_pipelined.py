@@ -76,7 +76,7 @@ def _check(case, pipelined=True, **options):
     """Compares with the reference, over poisoned memory; a second call must give the same bits."""
     inputs = case.inputs("cuda")
     plan = inputs.plan()
-    assert (plan.config.otherwise is not None) == pipelined
+    assert (plan.config.fallback is not None) == pipelined
     o, _ = assert_right(case, inputs=inputs, plan=plan, **options)
     assert torch.equal(inputs.run(plan).view(torch.int16), o.view(torch.int16))
 

@@ -72,7 +72,7 @@ def test_the_memory_of_a_plan_holds_that_of_every_call(appends: bool, granularit
         for batch, tokens in [*calls, (64, 8192), (1, 8192), (1, 300), (7, 2000)]:
             of_call = plan.shape_of_call(batch, tokens)
             config = plan.config_for(of_call)
-            for part in (config, config.otherwise):
+            for part in (config, config.fallback):
                 if part is None or part.kernel == "decode":
                     continue
                 exact = plan.memory_sizes(of_call, part, exact=True)

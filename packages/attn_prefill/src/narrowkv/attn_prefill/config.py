@@ -183,7 +183,7 @@ def _with_few(
         block_m = 64 if shape.batch > 1 else block_m_for(shape)
         parts.append(replace(choose(block_m), q_lens=(least, ANY_LEN)))
     *before, last = parts
-    return replace(last, few=tuple(replace(part, stores=False) for part in before))
+    return replace(last, short_queries=tuple(replace(part, stores=False) for part in before))
 
 
 def _pipeline_pays(target: Target, shape: PrefillShape, block_m: int) -> bool:
@@ -253,8 +253,8 @@ def _fp8_config(
                 config = replace(config, options=replace(config.options, waves_per_eu=2))
             else:
                 config = replace(config, block_n=32)  # 64 keys spill
-        if config.in_turns is not None:
-            config = replace(config, in_turns=replace(config.in_turns, fp8=operand))
+        if config.ping_pong is not None:
+            config = replace(config, ping_pong=replace(config.ping_pong, fp8=operand))
         return config
     base = fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", large_head)
     options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill scalars
@@ -344,8 +344,8 @@ def choose_append_config(
         why = "as asked" if kernel else "its sequences have so many rows that keys are widened beforehand"
         plain = dense_config(target, shape, block_m, why, large_head, plain_keys)
         plain = replace(plain, kernel="append_then_attend")
-        if plain.in_turns is not None:
-            plain = replace(plain, in_turns=replace(plain.in_turns, kernel="append_then_attend"))
+        if plain.ping_pong is not None:
+            plain = replace(plain, ping_pong=replace(plain.ping_pong, kernel="append_then_attend"))
         pays = can_pipeline and _pipeline_pays(target, shape, block_m)
         if kernel == "append_then_attend" or (kernel is None and not pays):
             return plain

@@ -99,6 +99,6 @@ def with_choice(
         block_n=choice.block_n,
         num_splits=min(choice.num_splits, most),
         scratch_block=SCRATCH_BLOCK,
-        in_turns=None,
+        ping_pong=None,
         options=options,
     )

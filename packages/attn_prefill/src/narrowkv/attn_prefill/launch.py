@@ -141,7 +141,8 @@ def make_routes(
 
     The last one stores the new tokens of an append, of all sequences.
     """
-    return tuple(_make_route(plan, shape, part, cache, bound, traits) for part in (*config.few, config))
+    parts = (*config.short_queries, config)
+    return tuple(_make_route(plan, shape, part, cache, bound, traits) for part in parts)
 
 
 def _make_route(
@@ -154,23 +155,23 @@ def _make_route(
     rotates = traits.storing is not None and traits.storing.rotary_dim > 0 and not bound.transforms
     # That kernel's loop has no registers for a number of each row.
     capped = traits.soft_cap and not traits.shifts
-    pipelined = config.otherwise is not None and (folded or capped) and not rotates
-    if config.otherwise is not None and not pipelined:
-        config = config.otherwise
+    pipelined = config.fallback is not None and (folded or capped) and not rotates
+    if config.fallback is not None and not pipelined:
+        config = config.fallback
     fused = config.kernel in IN_PAGES
-    in_turns = config.in_turns is not None and folded and config.num_splits == 1 and not rotates
+    ping_pong = config.ping_pong is not None and folded and config.num_splits == 1 and not rotates
     # That kernel does not convert queries to another type.
-    in_turns = in_turns and key_type(plan.q_dtype, plan.k_format) in (plan.q_dtype, torch.uint8)
-    if in_turns:
-        assert config.in_turns is not None
-        config = replace(config.in_turns, q_lens=config.q_lens)
+    ping_pong = ping_pong and key_type(plan.q_dtype, plan.k_format) in (plan.q_dtype, torch.uint8)
+    if ping_pong:
+        assert config.ping_pong is not None
+        config = replace(config.ping_pong, q_lens=config.q_lens)
     elif not fused and not pipelined:
         config = config_of_call(plan.target, config, soft_cap=traits.soft_cap)
     maker = _Maker(plan, shape, config, bound, traits, folded, rotates)
     if fused:
         return maker.one_launch()
-    if in_turns:
-        return maker.two_launches(False, False, in_turns=True)
+    if ping_pong:
+        return maker.two_launches(False, False, ping_pong=True)
     # Rows that are no keys between old and new ones would count in a window.
     stays = pipelined and config.k_in_pages and not (traits.storing is not None and traits.window_left >= 0)
     in_pages = stays and matrix_of(cache, config.block_n) is not None
@@ -223,7 +224,7 @@ class _Maker:
         sizes = {"programs": programs, "num_blocks": num_blocks}
         return self._route(None, attend, sizes, divides=divides, p_scale=rules.p_scale)
 
-    def two_launches(self, pipelined: bool, in_pages: bool, *, in_turns: bool = False) -> Route:
+    def two_launches(self, pipelined: bool, in_pages: bool, *, ping_pong: bool = False) -> Route:
         """One launch widens keys into the scratch, and stores new tokens; the next attends."""
         shape, config, traits, target = self.shape, self.config, self.traits, self.plan.target
         reading = self.bound.readings["to_scratch"]
@@ -255,7 +256,7 @@ class _Maker:
         )
         fill = self.plan.bind(kernel, options, **constants)
         filling = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
-        if in_turns:
+        if ping_pong:
             attend = self._in_turns()
         else:
             attend = self._pipelined(in_pages) if pipelined else self._dense()
@@ -267,7 +268,7 @@ class _Maker:
             "num_groups": num_groups,
         }  # fmt: skip
         return self._route(
-            fill, attend, sizes, pipelined=pipelined, in_pages=in_pages, divides=not (pipelined or in_turns)
+            fill, attend, sizes, pipelined=pipelined, in_pages=in_pages, divides=not (pipelined or ping_pong)
         )
 
     def _route(

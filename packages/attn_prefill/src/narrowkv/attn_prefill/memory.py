@@ -99,7 +99,7 @@ class MemorySizes:
         found = {}
         factors = has_v_factors(self.v_format, appends=self.appends, k_in_pages=config.k_in_pages)
         # Only the pipelined kernel looks at it, and puts it back to zero.
-        if config.otherwise is not None and factors:
+        if config.fallback is not None and factors:
             found["factor_flag"] = 2
         if self._partial_rows():
             # The pipelined kernel counts halves of a tile.
@@ -250,7 +250,7 @@ def _descriptors(config: PrefillConfig, tensors: dict[str, torch.Tensor]) -> tup
 
 def _descriptor(config: PrefillConfig, stored: torch.Tensor) -> Any:
     """How to copy tiles of `[heads, rows, head_dim]`."""
-    if config.otherwise is not None:
+    if config.fallback is not None:
         from narrowkv.attn_prefill.kernels.pipelined_copies import key_descriptor
 
         return key_descriptor(stored, config.block_n)

@@ -92,7 +92,7 @@ class PrefillSettings(Plan):
         return "\n".join(
             f"{self.target.name}: {_describe(part)}; "
             f"{explain_class(self.target, self.shape, formats, part, widened)}"
-            for part in (*self.config.few, self.config)
+            for part in (*self.config.short_queries, self.config)
         )
 
     @property
@@ -148,7 +148,7 @@ class PrefillSettings(Plan):
         """The memory of calls with this configuration; None where each call allocates its own."""
         if self.workspace is None:
             return None
-        kind = _kind_of(replace(config, few=()))
+        kind = _kind_of(replace(config, short_queries=()))
         found = self._memories.get(kind)
         if found is None:
             memory_sizes = self.memory_sizes(self.shape, config, exact=False)
@@ -225,8 +225,8 @@ class PrefillSettings(Plan):
                 f"got {self.num_splits}"
             )
         config = replace(config, num_splits=self.num_splits)
-        if config.otherwise is not None:
-            config = replace(config, otherwise=replace(config.otherwise, num_splits=self.num_splits))
+        if config.fallback is not None:
+            config = replace(config, fallback=replace(config.fallback, num_splits=self.num_splits))
         return config
 
     def _plain_keys(self) -> bool:
@@ -265,7 +265,7 @@ class PrefillSettings(Plan):
         config = self.config
         if config.kernel == "decode":
             config = replace(config, kernel="fused")  # for calls of other sizes
-        configs = [config, *config.few, *self._split_configs()]
+        configs = [config, *config.short_queries, *self._split_configs()]
         may_widen = self.kernel not in ("fused", "split", "decode") and not self.batch_invariant
         may_widen = may_widen and (config.fp8 is None or not (self.appends or self.target.is_nvidia))
         if config.kernel not in IN_PAGES or (may_widen and self.scratch_fits):
@@ -305,7 +305,7 @@ class PrefillSettings(Plan):
 def _describe(c: PrefillConfig) -> str:
     """A configuration, for people."""
     warps = f"{c.options.num_warps} warps"
-    if c.otherwise is not None:
+    if c.fallback is not None:
         warps = "two warpgroups that attend and a warp that copies"
     splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
     if c.kernel == "split":
@@ -319,15 +319,15 @@ def _describe(c: PrefillConfig) -> str:
 
 def _kind_of(config: PrefillConfig) -> PrefillConfig:
     """The parts of a configuration that kernels and memory depend on."""
-    otherwise = None if config.otherwise is None else _kind_of(config.otherwise)
+    fallback = None if config.fallback is None else _kind_of(config.fallback)
     return replace(
         config,
         why="",
         num_splits=config.num_splits if config.kernel == "split" else min(config.num_splits, 2),
         q_lens=config.q_lens if config.kernel == "split" else (0, ANY_LEN),
-        few=tuple(_kind_of(part) for part in config.few),
-        otherwise=otherwise,
-        in_turns=None if config.in_turns is None else _kind_of(config.in_turns),
+        short_queries=tuple(_kind_of(part) for part in config.short_queries),
+        fallback=fallback,
+        ping_pong=None if config.ping_pong is None else _kind_of(config.ping_pong),
     )
 
 

@@ -82,16 +82,16 @@ class PrefillConfig:
         num_splits: programs that share a tile's keys; of "split" those of a KV head that run at once.
         q_lens: the fewest and the most query tokens of the sequences that it serves.
         stores: whether its launches store the new tokens of an append.
-        few: configurations of launches before it, for sequences with fewer query tokens.
+        short_queries: configurations of launches before it, for sequences with fewer query tokens.
         fp8: the FP8 format of the matrix unit when Q is FP8, else None.
         tma: keys of the scratch come by tensor descriptor.
         overlap: P @ V of a key tile runs during the softmax of the next one.
         ahead: keys and values of a tile are loaded to registers while the tile before is multiplied.
         scratch_block: widened keys of a sequence begin at multiples of it.
         k_in_pages: K is copied out of its pages, where that can be done, and only V is widened.
-        otherwise: where `kernels/pipelined.py` attends, what does when the scale is not positive or queries
+        fallback: where `kernels/pipelined.py` attends, what does when the scale is not positive or queries
             are to be rotated; None where a plain kernel attends anyway.
-        in_turns: on gfx950 the configuration of `kernels/cdna.py`, for calls that it serves; else None.
+        ping_pong: on gfx950 the configuration of `kernels/cdna.py`, for calls that it serves; else None.
         as_decode: the loop over pages is that of decode, whose loads the compiler pipelines.
         options: compiler options of the attention kernel.
     """
@@ -104,15 +104,15 @@ class PrefillConfig:
     num_splits: int = 1
     q_lens: tuple[int, int] = (0, ANY_LEN)
     stores: bool = True
-    few: tuple[PrefillConfig, ...] = ()
+    short_queries: tuple[PrefillConfig, ...] = ()
     fp8: str | None = None
     tma: bool = False
     overlap: bool = False
     ahead: bool = False
     scratch_block: int = SCRATCH_BLOCK
     k_in_pages: bool = False
-    otherwise: PrefillConfig | None = None
-    in_turns: PrefillConfig | None = None
+    fallback: PrefillConfig | None = None
+    ping_pong: PrefillConfig | None = None
     as_decode: bool = False
     options: LaunchOptions = field(default_factory=LaunchOptions)
 

@@ -169,7 +169,7 @@ def _amd_dense_config(
     if not turns or shape.row_tiles(256) * shape.num_kv_heads < compute_units_of(target):
         return config
     own = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=f"{_NO_PACKED_FP32},{_ITERATIVE_ILP}")
-    return replace(config, in_turns=replace(config, block_m=256, block_n=64, options=own))
+    return replace(config, ping_pong=replace(config, block_m=256, block_n=64, options=own))
 
 
 def config_of_call(target: Target, config: PrefillConfig, *, soft_cap: bool) -> PrefillConfig:
@@ -212,7 +212,7 @@ def pipelined_config(
         overlap=True,
         scratch_block=block_n,
         k_in_pages=k_format in ("bf16", "fp16") and seldom and shape.max_seq_len >= _KEYS_IN_PAGES,
-        otherwise=replace(plain, scratch_block=block_n),
+        fallback=replace(plain, scratch_block=block_n),
         options=LaunchOptions(num_warps=4, num_stages=stages, launch_pdl=True),
     )
 

@@ -229,7 +229,7 @@ def _write_call(
     steps: Sequence[KernelLaunch | Clear],
     values: Mapping[str, Any],
     launchers: Sequence[tuple[gpu.Launcher, Encode | None]],
-    otherwise: Callable[..., None],
+    fallback: Callable[..., None],
 ) -> Callable[..., None]:
     """Writes the function that launches with values that specialise like these.
 
@@ -238,7 +238,7 @@ def _write_call(
         values: of the first call.
         launchers: for each launch, what launches it with addresses in place of tensors and, if there is one,
             the function that encodes all of its descriptors.
-        otherwise: is called with values that specialise differently.
+        fallback: is called with values that specialise differently.
     """
     writer = _Writer(values)
     calls: list[str] = []
@@ -254,14 +254,14 @@ def _write_call(
         "try:",
         *(f"    _p_{name} = {name}.data_ptr()" for name in writer.pointers),
         f"    if {' or '.join(writer.conditions())}:",
-        f"        return _otherwise({given})",
+        f"        return _fallback({given})",
         "except _OTHER_KINDS:",
-        f"    return _otherwise({given})",
+        f"    return _fallback({given})",
         f"_stream = _current_stream({writer.device})",
         *writer.lines(),
         *calls,
     ]
-    return written("call", names, body, writer.scope | {"_otherwise": otherwise})  # type: ignore[no-any-return]
+    return written("call", names, body, writer.scope | {"_fallback": fallback})  # type: ignore[no-any-return]
 
 
 class _Writer:

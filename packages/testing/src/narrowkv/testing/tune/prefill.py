@@ -105,7 +105,7 @@ def _plan(
         plan = plan_prefill(q, cache, table, starts, max_q_len=q.shape[0], kernel=kernel)
     if choice is None:
         return plan
-    base = plan.config if plan.config.otherwise is None else plan.config.otherwise
+    base = plan.config if plan.config.fallback is None else plan.config.fallback
     config = with_choice(plan.target, plan.shape, base, choice)
     return replace(plan, config=config, workspace=None).with_workspace()
 
