@@ -16,7 +16,7 @@ TRANSFORMERS ?= transformers==5.19.0
 # The folder of `make test-outside`.
 OUTSIDE ?=
 # What `make inspect` looks at.
-OPERATIONS ?= decode prefill sparse latent sage
+OPERATIONS ?= decode prefill sparse latent indexer topk sage
 # Extra arguments for the command behind a target: make test ARGS="-k append"
 ARGS   ?=
 
