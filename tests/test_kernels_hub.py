@@ -57,7 +57,7 @@ def test_metadata_name_the_build_and_digest_its_files(builds: list[Path]) -> Non
         assert metadata["id"].isidentifier()
         operators = (build / "attn_decode" / "torch_ops.py").read_text()
         registrar = (build / "runtime" / "launch" / "tracing.py").read_text()
-        assert f'"{metadata["id"]}::merge_states"' in operators
+        assert f"torch.ops.{metadata['id']}.paged_decode" in operators
         assert "ops.narrowkv" not in operators
         assert registrar.count(f'"{metadata["id"]}::') == 2
         namespaces.add(metadata["id"])

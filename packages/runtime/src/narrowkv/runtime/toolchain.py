@@ -6,7 +6,7 @@ import re
 
 import torch
 
-__all__ = ["OLDEST_TRITON", "TRITON", "TritonVersionError", "require_triton"]
+__all__ = ["OLDEST_TRITON", "TRITON", "TritonVersionError", "require_triton", "triton_version"]
 
 OLDEST_TRITON = (3, 8)
 _INSTALL = "pip install triton==3.8.0"
@@ -45,6 +45,14 @@ def require_triton() -> tuple[int, int]:
         raise TritonVersionError(
             f"narrowkv needs triton >= 3.8, found {triton.__version__}: {_line_to_run()}", name="triton"
         )
+    return version
+
+
+def triton_version() -> str:
+    """Version of the installed Triton, a fork's suffix included."""
+    import triton
+
+    version: str = triton.__version__
     return version
 
 

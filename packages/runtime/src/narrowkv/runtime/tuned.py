@@ -22,9 +22,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import triton
-
 from narrowkv.runtime.targets import Target
+from narrowkv.runtime.toolchain import triton_version
 
 __all__ = ["TuneFile", "TunedRow", "read_tuned", "shipped_only", "size_class", "tuned_row"]
 
@@ -122,7 +121,7 @@ class TuneFile:
     def of(cls, target: Target, device: str, rows: Sequence[TunedRow] = ()) -> TuneFile:
         """A file of rows that this Triton gave on a GPU."""
         return cls(
-            target.name, target.compute_units, triton.__version__, device,
+            target.name, target.compute_units, triton_version(), device,
             {(row.family, row.shape): row for row in rows},
         )  # fmt: skip
 
@@ -133,8 +132,8 @@ class TuneFile:
                 f"is of {self.target} with {self.compute_units} compute units, and this is {target.name} "
                 f"with {target.compute_units}"
             )
-        if self.triton != triton.__version__:
-            return f"is of Triton {self.triton}, and this is {triton.__version__}"
+        if self.triton != triton_version():
+            return f"is of Triton {self.triton}, and this is {triton_version()}"
         return ""
 
     def document(self) -> dict[str, Any]:

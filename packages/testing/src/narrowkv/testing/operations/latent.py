@@ -35,5 +35,5 @@ OPERATION = operation.OperationEntry(
     inspect=operation.InspectEntry(
         "Show what latent decode compiles to: every shipped configuration, or one case."
     ),
-    report=operation.ReportLines(cases=("lens=70+5,layout=tensor576", "lens=300+37,q_len=2,sinks=1")),
+    report=operation.ReportLines(cases=("layout=tensor576,lens=70+5", "lens=300+37,q_len=2,sinks=1")),
 )
