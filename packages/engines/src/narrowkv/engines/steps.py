@@ -303,7 +303,9 @@ def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, batch_invari
 
 
 def _at_least(size: int, parts: int = 1) -> int:
-    """The least of some sizes that is not smaller: powers of two, and so many between each and the next.
+    """The smallest allowed size that is at least `size`.
+
+    Allowed are powers of two and, between each and the next, `parts - 1` sizes at equal distances.
 
     Example:
         >>> [_at_least(size) for size in (0, 1, 9)], [_at_least(size, 4) for size in (9, 10, 11, 513)]

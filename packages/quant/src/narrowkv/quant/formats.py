@@ -83,7 +83,7 @@ class Format:
 
 _E5M2_NAN = (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)
 
-# torch.compile reads a dict, and no view of one in a graph that changes another dict.
+# A dict: torch.compile cannot look keys up in a read-only view in a graph that writes to another dict.
 _BY_NAME = {
     f.name: f
     for f in (

@@ -155,7 +155,7 @@ class SparseSettings(Plan):
                 f"q must be stored as planned, {self.query} on {self.device}, "
                 f"got {q.bound.format} on {q.device}"
             )
-        # PagedForm are whole: the last may hold rows that are no head's.
+        # Pages are whole: the last may hold rows that are no head's.
         if not 0 <= q.num_rows - self.num_qo_heads * tokens < q.page_size:
             raise ValueError(
                 f"q must hold num_tokens * num_qo_heads rows, {tokens} * {self.num_qo_heads}, "

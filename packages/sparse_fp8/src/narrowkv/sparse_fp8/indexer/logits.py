@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ class IndexLogitsPlan(Plan):
 
     def kernels(self) -> list[BoundLaunch]:
         """The kernel that a call launches, for compiling it beforehand."""
+        return [self._kernel]
+
+    @cached_property
+    def _kernel(self) -> BoundLaunch:
+        """The kernel, bound by the first call."""
         config, keys = self.config, self.keys
         route = NATIVE if config.route == NATIVE else BITS
         exponent = sum(widening_exponent(each, route) for each in (self.query, keys.format))
@@ -95,7 +100,7 @@ class IndexLogitsPlan(Plan):
             ROUTE=config.route,
             EXPONENT=exponent,
         )
-        return [self.bind(_index_logits_kernel, config.options, SPEC=spec)]
+        return self.bind(_index_logits_kernel, config.options, SPEC=spec)
 
     def run(
         self,
@@ -203,7 +208,7 @@ class IndexLogitsPlan(Plan):
         tokens, columns = out.shape
         blocks = -(-tokens // self.config.block_t)
         run = columns_of_program(self.target, self.config.block_n, blocks, columns)
-        self.kernels()[0](
+        self._kernel(
             (blocks, -(-columns // run)),
             (
                 IndexQueries(

@@ -109,6 +109,11 @@ class IndexTopkPlan(Plan):
         steps = ", ".join(f"{level.block} logits a program" for level in self.levels)
         return f"{len(self.levels)} launches: {steps}; workspace {self.workspace_bytes()} bytes"
 
+    @cached_property
+    def _kernels(self) -> dict[tuple[str, int, int], list[BoundLaunch]]:
+        """The kernels of calls so far, by the arguments of `kernels`."""
+        return {}
+
     def kernels(self, bounds: str = "", q_len: int = 1, page_size: int = 1) -> list[BoundLaunch]:
         """The kernels that a call launches, for compiling them beforehand.
 
@@ -258,14 +263,15 @@ class IndexTopkPlan(Plan):
             name: torch.empty(shape, dtype=dtype, device=logits.device)
             for name, (shape, dtype) in self._blocks(tokens, chunks).items()
         }
-        kernels = self.kernels(kind, q_len, page_size)
+        key = kind, q_len, page_size
+        kernels = self._kernels.get(key) or self._kernels.setdefault(key, self.kernels(*key))
         for first_token in range(0, tokens, self.tokens_at_once):
-            many = min(self.tokens_at_once, tokens - first_token)
+            num_rows = min(self.tokens_at_once, tokens - first_token)
             read, num_candidates = Candidates(None, None), 0
             for number, kernel in enumerate(kernels):
                 left = Candidates(scratch.get(f"logits {number}"), scratch.get(f"columns {number}"))
                 kernel(
-                    (many, chunks[number]),
+                    (num_rows, chunks[number]),
                     (
                         logits, logits.stride(0), read, left, out, out.stride(0), bounds, rows,
                         first_token, tokens, columns, num_candidates, max_pages,
@@ -331,7 +337,7 @@ def index_topk(
     out: torch.Tensor | None = None,
     plan: IndexTopkPlan | None = None,
 ) -> torch.Tensor:
-    """The columns of each token's `topk` largest logits: exactly those, with every call the same.
+    """The columns of each token's `topk` largest logits. Equal logits give equal columns in every call.
 
     Of equal logits the lower columns are chosen; 0 and -0 are equal. -inf and NaN are never chosen.
 

@@ -55,8 +55,9 @@ class LogitsSpec(NamedTuple):
     Q_LEN: tokens of a sequence over pages. BLOCK_T: tokens of a program; divides Q_LEN. BLOCK_N: keys of a
     tile. CLEAN: whether columns outside a token's keys become -inf.
     SHUFFLED: keys, and bytes of a key, of a tile of a page; 0 for rows. INT64: offsets take 64 bits.
-    Q_FORMAT, K_FORMAT: of the values. ROUTE: "native" multiplies FP8; "bits" widens both to float16, which
-    leaves out a factor of 2**EXPONENT; so does "bf16", for FP4 keys, whose even and odd channels are apart.
+    Q_FORMAT, K_FORMAT: of the values. ROUTE: "native" multiplies FP8; "bits" widens both sides to float16;
+    "bf16" widens both sides to bfloat16, for FP4 keys, and multiplies even and odd channels by two products.
+    Products of widened numbers are still to be multiplied by 2**EXPONENT.
     """
 
     HEADS: Any
