@@ -17,13 +17,11 @@ from narrowkv.runtime.errors import (
     check_shape,
 )
 from narrowkv.sparse_fp8.binding import (
-    BoundRows,
-    RowsFormat,
     bind_16_bit_rows,
     byte_range,
     format_id_of,
 )
-from narrowkv.sparse_fp8.kernels.rows import PagedForm, PageList, RowPointers
+from narrowkv.sparse_fp8.kernels.rows import PagedForm, PageList
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, ROPE_DIM
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import MOST_ROWS, Source, check_scales
@@ -71,18 +69,6 @@ class PagedSource(Source):
 
     rows: torch.Tensor | DSV4Rows
     table: PageTable
-    num_tokens: int = field(init=False, repr=False)
-    num_rows: int = field(init=False, repr=False)
-    nnz: int = field(init=False, repr=False)
-    device: torch.device = field(init=False, repr=False)
-    int32_lists: bool = field(init=False, repr=False)
-    format: RowsFormat = field(init=False, repr=False)
-    offsets_64_bit: bool = field(init=False, repr=False)
-    bound: BoundRows = field(init=False, repr=False)
-    pointers: RowPointers = field(init=False, repr=False)
-    csr: PageList = field(init=False, repr=False)
-    format_id: int = field(init=False, repr=False)
-    byte_ranges: tuple[tuple[int, int], ...] = field(init=False, repr=False)
     pages: PagedForm = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

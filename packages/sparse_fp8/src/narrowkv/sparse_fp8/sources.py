@@ -10,7 +10,7 @@ Example:
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -139,18 +139,6 @@ class KVSource(Source):
     rows: torch.Tensor | DSV4Rows
     indptr: torch.Tensor
     indices: torch.Tensor
-    num_tokens: int = field(init=False, repr=False)
-    num_rows: int = field(init=False, repr=False)
-    nnz: int = field(init=False, repr=False)
-    device: torch.device = field(init=False, repr=False)
-    int32_lists: bool = field(init=False, repr=False)
-    format: RowsFormat = field(init=False, repr=False)
-    offsets_64_bit: bool = field(init=False, repr=False)
-    bound: BoundRows = field(init=False, repr=False)
-    pointers: RowPointers = field(init=False, repr=False)
-    csr: Csr = field(init=False, repr=False)
-    format_id: int = field(init=False, repr=False)
-    byte_ranges: tuple[tuple[int, int], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Checks the metadata once."""
