@@ -17,16 +17,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from narrowkv.paged_cache import CacheFormat
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.testing.cases.decode import DecodeCase
-from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
+from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
 from narrowkv.testing.checking import check
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -118,6 +119,35 @@ class Tile:
     case: Any
 
 
+@lru_cache(maxsize=32)
+def _cache_of_one_page(
+    operation: str, of: str, head_dim: int, num_kv_heads: int, device: str
+) -> PagedKVCache:
+    shape = {**FORMATS[of], "head_dim": head_dim, "num_kv_heads": num_kv_heads}
+    return DecodeCase(lens=(1,), stale_columns=0, **shape).cache(torch.Generator(), device)[0]
+
+
+def planned(case: Any, operation: str, of: str, device: str) -> Any:
+    """The plan of a case, from shapes and lengths alone: every page of its table is the first of a small cache.
+
+    Raises:
+        UnsupportedError, ValueError: the case is refused.
+    """
+    cache = _cache_of_one_page(operation, of, case.head_dim, case.num_kv_heads, device)
+    pages = torch.zeros(len(case.lens), -(-max(case.lens) // case.page_size), dtype=torch.int32, device=device)
+    lens = torch.tensor(case.lens, dtype=torch.int32, device=device)
+    tokens = len(case.lens) * case.q_len if operation == "decode" else sum(case.q_lens)
+    q = torch.empty(tokens, case.num_kv_heads * case.gqa_ratio, case.head_dim, dtype=case.q_dtype, device=device)
+    if operation == "decode":
+        table = PageTable.from_block_table(pages, lens, page_size=case.page_size)
+        return DecodeInputs(q, cache, table).plan()
+    new = torch.tensor(case.q_lens, dtype=torch.int32, device=device)
+    lengths = {"cached_lens": lens - new} if operation == "append" else {"seq_lens": lens}
+    table = PageTable.from_block_table(pages, page_size=case.page_size, **lengths)
+    starts = torch.tensor([0, *case.q_lens], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    return PrefillInputs(case, q, cache, table, starts, {}).plan()
+
+
 def chosen_tiles(group: tuple[str, str, int, str, bool]) -> list[Tile]:
     """The tiles of the calls of an operation, format and head_dim, each with the first call that has them."""
     operation, of, head_dim, device, small = group
@@ -128,7 +158,7 @@ def chosen_tiles(group: tuple[str, str, int, str, bool]) -> list[Tile]:
         return []  # no such call, as an append of FP8 queries
     for case in cases:
         try:
-            tiles = tiles_of(case.inputs(device).plan().config)
+            tiles = tiles_of(planned(case, operation, of, device).config)
         except (UnsupportedError, ValueError):
             continue  # refused, with the reason
         found.setdefault(tiles, Tile(operation, tiles, of, head_dim, device, case))

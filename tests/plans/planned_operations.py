@@ -320,7 +320,8 @@ class Latent(Operation):
         )  # fmt: skip
 
     def arguments(self, size: Any, device: str = "cpu") -> Arguments:
-        q, rows, table = replace(self.case, lens=size).build(device)
+        # `change` moves pages to where each of their rows is read.
+        q, rows, table = replace(self.case, lens=size).build(device, unread=0.0)
         return {"q": q, "rows": rows, "page_table": table}
 
     def prepare(self, plan: Any, arguments: Arguments) -> Callable[..., Any]:

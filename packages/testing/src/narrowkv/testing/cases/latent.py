@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,9 +86,9 @@ class LatentCase:
         return spell_case(self)
 
     def build(
-        self, device: torch.device | str = "cpu"
+        self, device: torch.device | str = "cpu", unread: float = math.nan
     ) -> tuple[torch.Tensor, torch.Tensor | DSV4Rows, PageTable]:
-        """Query, rows and page table; rows that no sequence has are NaN, so that reading one shows.
+        """Query, rows and page table; rows that no sequence has hold `unread`: NaN shows that one was read.
 
         Raises:
             ValueError, TypeError: the rows refuse a format, layout or size.
@@ -97,14 +98,14 @@ class LatentCase:
         counts = [-(-length // size) for length in self.lens]
         num_pages = sum(counts) + 3
         order = torch.randperm(num_pages, generator=generator).to(_I32)
-        x = torch.full((num_pages, size, self.head_dim), float("nan"))
+        x = torch.full((num_pages, size, self.head_dim), unread)
         ids, at = [], 0
         for length, count in zip(self.lens, counts, strict=True):
             own = order[at : at + count]
             ids.append(own)
             at += count
             values = torch.randn(length, self.head_dim, generator=generator)
-            flat = torch.full((count * size, self.head_dim), float("nan"))
+            flat = torch.full((count * size, self.head_dim), unread)
             flat[:length] = values
             x[own.long()] = flat.view(count, size, self.head_dim)
         q = torch.randn(batch * self.q_len, self.num_qo_heads, self.head_dim, generator=generator)
