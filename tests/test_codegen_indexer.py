@@ -8,6 +8,7 @@ import pytest
 import torch
 from generated_code import TARGETS, assert_no_spills, compile_case
 
+from narrowkv.paged_cache import Rope
 from narrowkv.sparse_fp8 import IndexKeys, append_index_keys
 from narrowkv.testing.cases import parse_case
 from narrowkv.testing.cases.indexer import FORMATS, IndexCase, shipped
@@ -40,8 +41,8 @@ def _append() -> None:
     k, angle = torch.randn(64, 128).bfloat16(), torch.rand(30, 32)
     for format in FORMATS:
         keys = IndexKeys(torch.zeros(2, 64, 128, dtype=torch.uint8), torch.zeros(2, 64), format)
-        where = {"cos": angle, "sin": angle, "positions": torch.arange(64)}
-        append_index_keys(k, keys, torch.arange(64), **where, hadamard=True)
+        rope = Rope(angle, angle, torch.arange(64))
+        append_index_keys(k, keys, torch.arange(64), rope=rope, hadamard=True)
 
 
 @pytest.mark.parametrize("target", TARGETS)

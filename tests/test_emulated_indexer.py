@@ -6,6 +6,7 @@ import pytest
 import torch
 from generated_code import both_targets
 
+from narrowkv.paged_cache import Rope
 from narrowkv.sparse_fp8 import IndexKeys, append_index_keys, append_index_keys_reference
 from narrowkv.testing.cases import parse_case
 from narrowkv.testing.cases.indexer import IndexCase, quick
@@ -64,10 +65,10 @@ def test_machine_code_writes_the_bytes_of_the_reference(shuffled: bool, target: 
     )
     slots, positions = torch.randperm(64, generator=generator)[:20], torch.arange(20)
     slots[3] = -1
-    options = {"cos": angle.cos(), "sin": angle.sin(), "positions": positions, "hadamard": True}
+    rope = Rope(angle.cos(), angle.sin(), positions)
     with emulating(target, detect_hazards=True):
-        append_index_keys(k, found, slots, **options)
-    append_index_keys_reference(k, expected, slots, **options)
+        append_index_keys(k, found, slots, rope=rope, hadamard=True)
+    append_index_keys_reference(k, expected, slots, rope=rope, hadamard=True)
     assert torch.equal(found.values, expected.values)
     assert torch.equal(found.scale, expected.scale)
 

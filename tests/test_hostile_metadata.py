@@ -442,7 +442,7 @@ def _index_logits(case: IndexCase) -> Scene:
     return scene
 
 
-def _append_index_keys(layout: str, **options: Any) -> Scene:
+def _append_index_keys(layout: str, style: str = "") -> Scene:
     """A token is a sequence of its own, and has a page of its own."""
 
     def scene(guarded: Guarded) -> Call:
@@ -461,16 +461,16 @@ def _append_index_keys(layout: str, **options: Any) -> Scene:
         metadata: dict[str, Numbers | Starts] = {
             "slot_mapping": Numbers(slots, 2 * tokens * size - 1, int, skipped)
         }
-        given = dict(options)
-        if options:
+        rope = None
+        if style:
             angle = torch.rand(5, 8, generator=generator).to(guarded.device)
-            given["cos"], given["sin"] = guarded.place("cos", angle.cos()), guarded.place("sin", angle.sin())
-            positions = torch.arange(tokens, device=guarded.device) % 5
-            given["positions"] = guarded.integers("positions", positions)
-            metadata["positions"] = Numbers(given["positions"], 4, int, nearest)
+            cos, sin = guarded.place("cos", angle.cos()), guarded.place("sin", angle.sin())
+            positions = guarded.integers("positions", torch.arange(tokens, device=guarded.device) % 5)
+            rope = Rope(cos, sin, positions, style)
+            metadata["positions"] = Numbers(positions, 4, int, nearest)
 
         def run() -> Results:
-            append_index_keys(k, keys, slots, **given)
+            append_index_keys(k, keys, slots, rope=rope)
             return {}
 
         def written(seq: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from narrowkv.paged_cache import Rope
 from narrowkv.quant import hadamard
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.sparse_fp8 import IndexKeys, append_index_keys, append_index_keys_reference
@@ -46,12 +47,12 @@ def tokens(device: str, dtype: torch.dtype, dim: int = 64) -> tuple[torch.Tensor
 
 def options(rotation: str, device: str) -> dict[str, Any]:
     given = dict(ROTATIONS[rotation])
-    if "style" in given:
+    if style := given.pop("style", None):
         angle = torch.rand(30, 16, generator=torch.Generator().manual_seed(1)) * 6
         positions = torch.arange(20)
         positions[4], positions[6] = -3, 99
-        given |= {"cos": angle.cos(), "sin": angle.sin(), "positions": positions}
-    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        given["rope"] = Rope(*(x.to(device) for x in (angle.cos(), angle.sin(), positions)), style=style)
+    return given
 
 
 def assert_same_bytes(found: IndexKeys, expected: IndexKeys) -> None:
@@ -116,24 +117,25 @@ def _append(**changes: Any) -> None:
     angle = torch.rand(30, 16)
     given: dict[str, Any] = {
         "k": torch.ones(3, 64), "keys": empty("packed", "fp8_e4m3fn", "cpu"), "slot_mapping": torch.arange(3),
-        "cos": angle, "sin": angle, "positions": torch.arange(3), **changes,
+        "cos": angle, "sin": angle, "positions": torch.arange(3), "style": "neox", **changes,
     }  # fmt: skip
-    append_index_keys(**given)
+    rope = Rope(*(given.pop(name) for name in ("cos", "sin", "positions", "style")))
+    append_index_keys(**given, rope=rope)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "keys of another width": ({"k": torch.ones(3, 32)}, r"k must have shape \[num_tokens, 64\]"),
     "keys in FP8": ({"k": torch.ones(3, 64).to(torch.float8_e4m3fn)}, "k must have dtype one of"),
     "fewer slots": ({"slot_mapping": torch.arange(2)}, r"slot_mapping must have shape \[3\]"),
-    "no sines": ({"sin": None}, "cos, sin and positions must all be given"),
-    "sines of another dtype": ({"sin": torch.rand(30, 16).half()}, "sin must have dtype"),
-    "sines of other positions": ({"sin": torch.rand(29, 16)}, "sin must have shape"),
-    "sines apart": ({"sin": torch.rand(30, 32)[:, :16]}, "sin must have the stride of cos"),
+    "no sines": ({"sin": None}, "rope.sin must be a torch.Tensor"),
+    "sines of another dtype": ({"sin": torch.rand(30, 16).int()}, "rope.sin must have dtype"),
+    "sines of other positions": ({"sin": torch.rand(29, 16)}, "rope.sin must have shape"),
+    "sines apart": ({"sin": torch.rand(30, 32)[:, :16]}, "rope.sin must have the strides of rope.cos"),
     "more angles than channels": (
-        {"cos": torch.rand(30, 33), "sin": torch.rand(30, 33)}, "1 to 32 columns",
+        {"cos": torch.rand(30, 33), "sin": torch.rand(30, 33)}, "at most head_dim / 2 = 32 columns",
     ),
     "no positions": ({"cos": torch.rand(0, 16), "sin": torch.rand(0, 16)}, "at least one position"),
-    "an unknown style": ({"style": "llama"}, "style must be one of neox, gptj"),
+    "an unknown style": ({"style": "llama"}, "rope.style must be one of neox, gptj"),
     "keys that require grad": ({"k": torch.ones(3, 64, requires_grad=True)}, "k must not require grad"),
 }  # fmt: skip
 

@@ -90,8 +90,8 @@ def bind_rope(rope: Rope) -> BoundRope:
     return BOUND_ROPES.keep(rope, bound)
 
 
-def check_rope(rope: Rope, head_dim: int, k_new: torch.Tensor) -> None:
-    """Refuses tables and positions that do not go with each other or with the new keys."""
+def check_rope(rope: Rope, head_dim: int, k_new: torch.Tensor, *, name: str = "k_new") -> None:
+    """Refuses tables and positions that do not go with each other or with the new keys, called `name`."""
     check_instance("rope", rope, Rope)
     check_choice("rope.style", rope.style, ("neox", "gptj"))
     for name, table in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
@@ -104,7 +104,7 @@ def check_rope(rope: Rope, head_dim: int, k_new: torch.Tensor) -> None:
             f"rope.sin must have the strides of rope.cos {rope.cos.stride()}, got {rope.sin.stride()}"
         )
     check_index_vector("rope.positions", rope.positions, k_new.shape[0])
-    check_same_device(k_new=k_new, cos=rope.cos, sin=rope.sin, positions=rope.positions)
+    check_same_device(**{name: k_new}, cos=rope.cos, sin=rope.sin, positions=rope.positions)
     check_no_grad(cos=rope.cos, sin=rope.sin)
     if rope.rotary_dim > head_dim:
         raise ValueError(

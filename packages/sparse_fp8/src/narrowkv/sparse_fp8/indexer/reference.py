@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from narrowkv.paged_cache import Rope, apply_rope_reference
 from narrowkv.quant import decode
 from narrowkv.quant import hadamard as rotate
 from narrowkv.sparse_fp8.indexer.keys import IndexKeys
@@ -62,24 +63,12 @@ def append_index_keys_reference(
     keys: IndexKeys,
     slot_mapping: torch.Tensor,
     *,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    style: str = "neox",
+    rope: Rope | None = None,
     hadamard: bool = False,
     pow2_scales: bool = False,
 ) -> None:
     """`append_index_keys` in plain torch; see there."""
-    x = k.float()
-    if cos is not None and sin is not None and positions is not None:
-        at = positions.long().clamp(0, cos.shape[0] - 1)
-        half, c, s = cos.shape[1], cos[at].float(), sin[at].float()
-        x = x.clone()
-        first, second = slice(0, half), slice(half, 2 * half)
-        if style == "gptj":
-            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        a, b = x[:, first].clone(), x[:, second].clone()
-        x[:, first], x[:, second] = a * c + -b * s, b * c + a * s
+    x = k.float() if rope is None else apply_rope_reference(k[:, None], rope)[:, 0]
     if hadamard:
         x = rotate(x)
     new = IndexKeys.quantize(x, format=keys.format, pow2_scales=pow2_scales)

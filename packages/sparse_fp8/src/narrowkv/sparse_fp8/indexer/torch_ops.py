@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from narrowkv.paged_cache import Rope
+from narrowkv.paged_cache.torch_ops import rope_from, rope_tensors
 from narrowkv.runtime.launch.tracing import Results, Tensors, as_bytes, register, traces
 from narrowkv.sparse_fp8.indexer.append import append_index_keys
 from narrowkv.sparse_fp8.indexer.keys import IndexKeys
@@ -129,7 +131,8 @@ def traced_index_topk(
 def _append(*args: Any) -> None:
     k, values, scale, slot_mapping, cos, sin, positions, given = args
     keys = _keys(values, scale, given)
-    append_index_keys(k, keys, slot_mapping, cos=cos, sin=sin, positions=positions, **given)
+    rope = rope_from((cos, sin, positions), given)
+    append_index_keys(k, keys, slot_mapping, rope=rope, **given)
 
 
 _call_append = register(
@@ -147,11 +150,10 @@ def traced_append(
     keys: IndexKeys,
     slot_mapping: torch.Tensor,
     *,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
+    rope: Rope | None = None,
     **options: object,
 ) -> None:
     """`append_index_keys` through its operator, which checks the arguments when it runs."""
-    options = {"format": keys.format, "shuffled": keys.shuffled, **options}
-    _call_append((k, *_tensors(keys), slot_mapping, cos, sin, positions), options)
+    style = None if rope is None else rope.style
+    options = {"format": keys.format, "shuffled": keys.shuffled, "rope": style, **options}
+    _call_append((k, *_tensors(keys), slot_mapping, *rope_tensors(rope)), options)

@@ -10,16 +10,6 @@ from narrowkv.quant.device_hadamard import rotate_parts
 from narrowkv.sparse_fp8.indexer.kernels.logits import clamped
 
 
-class Rotation(NamedTuple):
-    """Cosines and sines `[max_position, ROTARY / 2]` with one stride, and the position of each token."""
-
-    cos: Any
-    sin: Any
-    positions: Any
-    stride: Any
-    stride_positions: Any
-
-
 class AppendSpec(NamedTuple):
     """Constants that a kernel is compiled with.
 
@@ -42,30 +32,33 @@ class AppendSpec(NamedTuple):
 
 
 @triton.jit
-def rotated(k, x, rotation, token, exists, max_position, SPEC: tl.constexpr):
+def rotated(k, x, rope, token, exists, SPEC: tl.constexpr):
     """The keys x `[BLOCK, HEAD_DIM]`, which lie at `k`, with RoPE in fp32."""
     HALF: tl.constexpr = SPEC.ROTARY // 2
     d = tl.arange(0, SPEC.HEAD_DIM)
     inside = exists[:, None] & (d < SPEC.ROTARY)[None, :]
-    position = tl.load(rotation.positions + token * rotation.stride_positions, mask=exists, other=0)
-    position = clamped(position, max_position - 1).to(tl.int64)
+    position = tl.load(rope.positions + token * rope.step, mask=exists, other=0)
+    position = clamped(position, rope.max_position - 1).to(tl.int64)
     if SPEC.NEOX:
         partner, angle, is_first = tl.where(d < HALF, d + HALF, d - HALF), d % HALF, d < HALF
     else:
         partner, angle, is_first = d ^ 1, d // 2, d % 2 == 0
-    at = position[:, None] * rotation.stride + angle[None, :]
-    cos = tl.load(rotation.cos + at, mask=inside, other=1.0).to(tl.float32)
-    sin = tl.load(rotation.sin + at, mask=inside, other=0.0).to(tl.float32)
+    at = position[:, None] * rope.row + angle[None, :]
+    cos = tl.load(rope.cos + at, mask=inside, other=1.0).to(tl.float32)
+    sin = tl.load(rope.sin + at, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(k + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     turned = x * cos + tl.where(is_first[None, :], -other, other) * sin
     return tl.where(inside, turned, x)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "max_position"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def _append_index_keys_kernel(
-    k, stride_k, slots, stride_slots, keys, rotation, num_tokens, num_slots, max_position, SPEC: tl.constexpr
+    k, stride_k, slots, stride_slots, keys, rope, num_tokens, num_slots, SPEC: tl.constexpr
 ):  # fmt: skip
-    """Stores BLOCK tokens in their slots; a slot that is none is skipped. Grid: blocks of tokens."""
+    """Stores BLOCK tokens in their slots; a slot that is none is skipped. Grid: blocks of tokens.
+
+    rope: `RopePointers` of `narrowkv.paged_cache.kernels.append`.
+    """
     token = (tl.program_id(0) * SPEC.BLOCK + tl.arange(0, SPEC.BLOCK)).to(tl.int64)
     d = tl.arange(0, SPEC.HEAD_DIM)
     exists = token < num_tokens
@@ -74,7 +67,7 @@ def _append_index_keys_kernel(
     rows = k + token[:, None] * stride_k
     x = tl.load(rows + d[None, :], mask=exists[:, None], other=0.0).to(tl.float32)
     if SPEC.ROTARY > 0:
-        x = rotated(rows, x, rotation, token, exists, max_position, SPEC)
+        x = rotated(rows, x, rope, token, exists, SPEC)
     if SPEC.STAGES > 0:
         x = rotate_parts((x,), SPEC.STAGES, 1)[0]
     magnitude = tl.minimum(tl.where(x == x, tl.abs(x), 0.0), 3.4028234663852886e38)
