@@ -39,7 +39,8 @@ class Heads:
 
 MODELS = {
     "llama-70b-tp8": Heads(8, 1), "llama-8b": Heads(32, 8), "glm-4.5": Heads(96, 8),
-    "qwen3-moe": Heads(64, 4), "gemma-3-12b": Heads(16, 8, 256), "qwen3-next": Heads(16, 2, 256),
+    "qwen3-moe": Heads(64, 4), "gpt-oss-120b": Heads(64, 8, 64), "gemma-3-12b": Heads(16, 8, 256),
+    "qwen3-next": Heads(16, 2, 256),
 }  # fmt: skip
 TRAFFIC = ("decode", "speculative", "mixed", "speculative-mixed")
 
@@ -56,6 +57,7 @@ class Step:
         page_size: tokens a page.
         appends: whether the call stores the new tokens itself, as `prefill_append` does.
         capacity: tokens that a row of the block table has pages for; 0 for the longest sequence's.
+        layout: of the cache, as for `CacheSizes`.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Step:
     page_size: int = 16
     appends: bool = False
     capacity: int = 0
+    layout: str = ""
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.sizes().items())
@@ -91,7 +94,9 @@ class Step:
         from narrowkv.testing.bench.large_cache import CacheSizes  # not before the names of steps are known
 
         heads, tokens = self.heads, sum(self.pages) * self.page_size
-        return CacheSizes(1, tokens, self.page_size, heads.num_kv_heads, heads.head_dim, self.format)
+        return CacheSizes(
+            1, tokens, self.page_size, heads.num_kv_heads, heads.head_dim, self.format, self.layout
+        )
 
     @property
     def bytes_touched(self) -> float:

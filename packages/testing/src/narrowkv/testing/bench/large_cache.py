@@ -28,6 +28,7 @@ class CacheSizes:
         page_size, num_kv_heads, head_dim: of the cache.
         format: "K" or "K/V". FP4 has one E8M0 scale per token and head unless a colon follows: then the
             channels that share a scale, "e4m3" for E4M3 scales, or both, as in "fp4_e2m1:16+e4m3".
+        layout: "NHD" or "HND"; empty is HND for FP4 and NHD for other formats, as engines store them.
     """
 
     batch: int
@@ -36,6 +37,12 @@ class CacheSizes:
     num_kv_heads: int
     head_dim: int
     format: str
+    layout: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.layout:
+            is_fp4 = any(self._is_fp4(name) for name in self._formats)
+            object.__setattr__(self, "layout", "HND" if is_fp4 else "NHD")
 
     @property
     def cache_format(self) -> CacheFormat:
@@ -57,11 +64,6 @@ class CacheSizes:
     @property
     def _scales(self) -> str:
         return self.format.partition(":")[2]
-
-    @property
-    def layout(self) -> str:
-        """HND for FP4 and NHD for other formats, as engines store them."""
-        return "HND" if any(self._is_fp4(name) for name in self._formats) else "NHD"
 
     @property
     def num_bytes(self) -> float:

@@ -76,7 +76,7 @@ class StepInputs:
             lens[begin:end].contiguous(),
             page_size=step.page_size,
         )
-        few = Step(step.model, step.traffic, step.q_lens[begin:end], step.lens[begin:end], step.format)
+        few = replace(step, q_lens=step.q_lens[begin:end], lens=step.lens[begin:end])
         return StepInputs(
             few, self.q[first:last], self.cache, table, self.starts[begin : end + 1] - first, self.new
         )
