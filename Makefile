@@ -90,7 +90,7 @@ in-sglang: $(ENGINES)/sglang/.stamp
 	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_sglang.py test_packers.py) $(ARGS)
 
 in-transformers: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_transformers.py test_transformers_compiled.py test_window.py test_supports.py) $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_transformers.py test_transformers_latent.py test_transformers_compiled.py test_window.py test_supports.py) $(ARGS)
 
 test-outside: $(STAMP)  ## suites of AITER, FlashMLA, vLLM and Triton, unchanged, on a CPU: OUTSIDE=folder; without one, what to fetch
 	PYTHONPATH=$(subst $(space),:,$(abspath $(SOURCES))) $(PY) tests/outside/run.py $(OUTSIDE) $(ARGS)

@@ -17,7 +17,7 @@ import torch
 
 import narrowkv.engines.transformers as narrow
 from narrowkv.engines.tiny import tiny_config
-from narrowkv.engines.transformers import attention, cache
+from narrowkv.engines.transformers import attention, layers
 
 
 def wait() -> None:
@@ -28,7 +28,7 @@ def wait() -> None:
 def leave_kernels_out() -> None:
     """Replaces the operations, where they are looked up, by functions that do nothing."""
     out = torch.zeros(1, 1, 1)
-    cache.append = lambda *args, **kwargs: None
+    layers.append = lambda *args, **kwargs: None
     attention.paged_decode = lambda *args, **kwargs: out
 
 
@@ -62,7 +62,7 @@ def measure(layers: int, batch: int, steps: int, device: str) -> dict[str, tuple
             assert layer.cache is not None
             (plan,) = layer.decode_plans(flat_q)
             begun = time.perf_counter()
-            cache.append(layer.cache, flat_k, flat_k, rows.step.slots)
+            layers.append(layer.cache, flat_k, flat_k, rows.step.slots)
             attention.paged_decode(flat_q, layer.cache, rows.table, plan=plan)
             lap.append(time.perf_counter() - begun)
         wait()

@@ -228,6 +228,16 @@ def test_plans_of_prefills_outlive_their_steps_and_share_one_workspace():
     assert {id(plan.workspace) for plan in both.values()} == {id(steps._scratch[torch.device("cpu")])}
 
 
+@pytest.mark.parametrize("sizes", [((1, 1), (40, 30)), ((9, 5), (80, 50))], ids=["decode", "prefill"])
+def test_a_plan_is_for_one_target(sizes):
+    cache, step = filled(32), uneven_step(*sizes)
+    q = torch.randn(step.num_tokens, HEADS, DIM).bfloat16()
+    for target in ("gfx942", "gfx950", "gfx942"):
+        with executing(NullExecutor(get_target(target))):
+            attend(step, q, cache, torch.empty_like(q), max_batch=4)
+    assert len({**steps._decode_plans, **dict(steps._prefill_plans)}) == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["bf16", "fp8_e4m3fn"])
 def test_a_graph_of_a_step_is_replayed_with_other_pages_and_lengths(format):

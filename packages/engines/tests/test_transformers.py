@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_checks import assert_same_greedy_tokens, watch
 from engine_checks import attention as plain_attention
-from engine_checks import watch
 from step_costs import MICROSECONDS, READS, VIEWS, operators
 from transformers import (
     AttentionInterface,
@@ -28,8 +28,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import narrowkv.engines.transformers as engine
 from narrowkv.engines.tiny import tiny_config, tiny_model
-from narrowkv.engines.transformers import NarrowCache, attention, cache, continuous, deepseek_v4, rows
-from narrowkv.engines.transformers.cache import LAYER_TAG
+from narrowkv.engines.transformers import NarrowCache, attention, continuous, deepseek_v4, layers, rows
+from narrowkv.engines.transformers.layers import LAYER_TAG
 from narrowkv.engines.transformers.masks import tokens_of
 from narrowkv.engines.trial import CACHES, try_engine
 from narrowkv.paged_cache import CacheFormat
@@ -86,7 +86,7 @@ def registered():
 
 @pytest.fixture
 def calls(monkeypatch):
-    places = (cache, "append"), (attention, "paged_decode"), (attention, "batch_prefill")
+    places = (layers, "append"), (attention, "paged_decode"), (attention, "batch_prefill")
     return watch(monkeypatch, *places)
 
 
@@ -132,16 +132,6 @@ def steps(model, narrow):
         )  # fmt: skip
         logits.append(out.logits[mask[:, new].bool()].float())
     return torch.cat(logits)
-
-
-def assert_same_greedy_tokens(found, reference):
-    """The same tokens, up to one whose logit leads by less than what rounding changes."""
-    (tokens, logits), (expected, exact) = found, reference
-    error = (logits[0] - exact[0]).abs().max()  # of the first step, where both saw the same tokens
-    best = exact.topk(2).values
-    sure = (best[..., 0] - best[..., 1] > 2 * error).T.cumprod(1).bool()
-    assert torch.equal(torch.tensor(tokens)[sure], torch.tensor(expected)[sure])
-    assert sure.any(), "no token of the model leads by enough to compare"
 
 
 slow = pytest.mark.slow
@@ -278,7 +268,7 @@ def test_a_decode_step_adds_one_operation_and_the_views_of_each_layer(monkeypatc
     assert (len(narrow.rows._decode_plans), len(narrow.rows._prefill_plans)) == (1, 1)
     q, new = torch.zeros(2, 8, 1, 64).bfloat16(), torch.zeros(2, 2, 1, 64).bfloat16()
     module = torch.nn.Module()
-    monkeypatch.setattr(cache, "append", lambda *args: None)
+    monkeypatch.setattr(layers, "append", lambda *args: None)
     monkeypatch.setattr(attention, "paged_decode", lambda q, *args, **kwargs: q)
 
     def layer(index):
@@ -376,10 +366,23 @@ def test_what_is_not_served_is_refused(call, error, match):
         call()
 
 
-DECODERS = {"llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma2", "gemma3_text", "mistral", "mixtral"}
+DECODERS = {
+    "deepseek_v3",
+    "kimi_linear",
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "mixtral",
+}
 REASONS = {
     "cohere_compass_text": "makes no model of its configuration: KeyError",
-    "deepseek_v3": "MLA",
+    "deepseek_v32": "narrowkv-sparse",
+    "glm5_next_text": "mask of its own",
+    "minicpm3": "latent rows have 256 columns and 32 of RoPE",
     "deepseek_v4": "narrowkv-sparse",
     "llama4_text": "chunks",
     "bloom": "AttentionInterface",

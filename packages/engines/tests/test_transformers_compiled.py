@@ -285,5 +285,5 @@ def test_a_forward_that_records_gradients_is_told_what_to_do():
 
 
 def test_a_cache_for_a_model_that_is_not_served_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match=r"NarrowCache cannot hold this model: .*\(MLA\)"):
-        NarrowCache(DeepseekV3Config(), max_length=16)
+    with pytest.raises(ValueError, match=r"NarrowCache cannot hold this model: its latent rows have 256 col"):
+        NarrowCache(DeepseekV3Config(kv_lora_rank=256), max_length=16)

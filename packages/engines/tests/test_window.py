@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import narrowkv.engines.transformers as engine
 from narrowkv.engines.tiny import tiny_model
 from narrowkv.engines.transformers import NarrowCache
-from narrowkv.engines.transformers.cache import LAYER_TAG
+from narrowkv.engines.transformers.layers import LAYER_TAG
 from narrowkv.engines.transformers.window import Window
 from narrowkv.paged_cache import PageTable
 from narrowkv.quant import Calibration, LayerCalibration, hadamard, relative_l1

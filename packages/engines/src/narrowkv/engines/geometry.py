@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from narrowkv.paged_cache.layouts import HEAD_DIMS
+from narrowkv.sparse_fp8.config import MOST_HEADS
+from narrowkv.sparse_fp8.layouts import HEAD_DIM, ROPE_DIM
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 
@@ -40,11 +42,47 @@ def geometry_reasons(
     return reasons
 
 
-def decoder_reasons(config: Any) -> list[str]:
+def latent_reasons(kv_lora_rank: int, qk_rope_head_dim: int) -> list[str]:
+    """Why latent attention (MLA) over rows of these columns cannot be served.
+
+    Args:
+        kv_lora_rank: latent columns of a row.
+        qk_rope_head_dim: RoPE columns of a row.
+
+    Returns:
+        Sentences; empty if the rows are served.
+
+    Example:
+        >>> latent_reasons(512, 64)
+        []
+        >>> latent_reasons(256, 32)
+        ['its latent rows have 256 columns and 32 of RoPE, and the kernels have 512 with 64 or none']
+    """
+    if kv_lora_rank == HEAD_DIM and qk_rope_head_dim in (0, ROPE_DIM):
+        return []
+    return [
+        f"its latent rows have {kv_lora_rank} columns and {qk_rope_head_dim} of RoPE, and the kernels have "
+        f"{HEAD_DIM} with {ROPE_DIM} or none"
+    ]
+
+
+def is_latent(config: Any) -> bool:
+    """Whether the decoder of a model caches latent rows (MLA).
+
+    Example:
+        >>> from transformers import DeepseekV3Config
+        >>> is_latent(DeepseekV3Config())
+        True
+    """
+    return any(_first(layer, "kv_lora_rank") is not None for layer in _layers(config))
+
+
+def decoder_reasons(config: Any, *, latent: bool = False) -> list[str]:
     """Why the attention of a model's decoder cannot be served.
 
     Args:
         config: the model's configuration, with the attributes that transformers gives it.
+        latent: whether the engine's adapter has latent attention (MLA).
 
     Returns:
         Sentences; empty if every layer is served. A model whose layers differ is asked layer by layer.
@@ -56,7 +94,8 @@ def decoder_reasons(config: Any) -> list[str]:
     """
     if getattr(config, "is_encoder_decoder", False):
         return ["it has an encoder: attention to the encoder's tokens is not served"]
-    return list(dict.fromkeys(reason for layer in _layers(config) for reason in _layer_reasons(layer)))
+    found = (reason for layer in _layers(config) for reason in _layer_reasons(layer, latent))
+    return list(dict.fromkeys(found))
 
 
 def head_dims(config: Any) -> list[int]:
@@ -83,7 +122,7 @@ def _head_dim(layer: Any) -> int:
     return int(found or (hidden // heads if hidden and isinstance(heads, int) else 0))
 
 
-def _layer_reasons(layer: Any) -> Iterator[str]:
+def _layer_reasons(layer: Any, latent: bool) -> Iterator[str]:
     heads = _first(layer, *_HEADS)
     if not isinstance(heads, int):
         yield f"its configuration names no number of attention heads, got {heads}"
@@ -91,6 +130,11 @@ def _layer_reasons(layer: Any) -> Iterator[str]:
     kv_heads = _first(layer, "num_key_value_heads", "num_kv_heads") or heads
     if getattr(layer, "multi_query", False):
         kv_heads = 1
+    if _first(layer, "kv_lora_rank") is not None and latent:
+        yield from latent_reasons(layer.kv_lora_rank, _first(layer, "qk_rope_head_dim") or 0)
+        if heads > MOST_HEADS:
+            yield f"it has {heads} query heads, and the kernels take {MOST_HEADS}"
+        return
     if _first(layer, "kv_lora_rank") is not None:
         yield "its keys and values are compressed together (MLA); the cache holds keys and values of heads"
         return

@@ -18,7 +18,7 @@ from narrowkv.attn_prefill import PrefillPlan, PrefillShape, batch_prefill
 from narrowkv.attn_prefill.planning import plan_without_memory
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
-from narrowkv.runtime.launch import Workspace, active_target
+from narrowkv.runtime.launch import Workspace, active_target, executor
 from narrowkv.runtime.operation import Bounded
 
 __all__ = [
@@ -259,6 +259,12 @@ def _kind(cache: PagedKVCache) -> int:
     return kind_of_cache(cache) if kind is None else kind
 
 
+def _where(q: torch.Tensor) -> tuple[torch.device, str | None]:
+    """The device of a call, and the target of the executor that runs it in the device's place."""
+    running = executor()
+    return q.device, None if running is None else running.target.name
+
+
 def _decode_plan(
     q: torch.Tensor, cache: PagedKVCache, step: Step, max_batch: int, *, batch_invariant: bool = False
 ) -> DecodePlan:
@@ -266,7 +272,7 @@ def _decode_plan(
     most = max(max_batch, step.table.batch_size)
     key = (
         _kind(cache), q.shape[1:], q.dtype, step.max_query_len, step.table.page_ids.shape[1], most,
-        batch_invariant,
+        batch_invariant, *_where(q),
     )  # fmt: skip
     plan = _decode_plans.get(key)
     if plan is None:
@@ -279,7 +285,7 @@ def _decode_plan(
 
 def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, batch_invariant: bool) -> PrefillPlan:
     """The plan of prefills of about this size, kept for all layers of a shape and for later steps."""
-    key = (_kind(cache), q.shape[1:], q.dtype, step.prefill_sizes, batch_invariant)
+    key = (_kind(cache), q.shape[1:], q.dtype, step.prefill_sizes, batch_invariant, *_where(q))
     plan = _prefill_plans.get(key)
     captures = q.is_cuda and torch.cuda.is_current_stream_capturing()
     if plan is None:

@@ -9,6 +9,8 @@ from narrowkv.runtime.errors import check_choice
 
 __all__ = [
     "DEEPSEEK_V4",
+    "LATENT",
+    "LATENT_SPARSE",
     "TINY_MODELS",
     "TinyModel",
     "tiny_config",
@@ -35,7 +37,15 @@ class TinyModel:
 
 
 DEEPSEEK_V4 = "deepseek-v4-tiny"
+LATENT_SPARSE = ("deepseek-v3.2-tiny", "glm-5-tiny")
+LATENT = ("deepseek-v3-tiny", "kimi-linear-tiny", *LATENT_SPARSE)
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_LATENT = {
+    **_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "kv_lora_rank": 512, "q_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}  # fmt: skip
+_INDEXER = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 6}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 TINY_MODELS = {
     "glm-4.5-air-tiny": TinyModel(
@@ -50,6 +60,37 @@ TINY_MODELS = {
         "gemma2", 4, 2, 128, {**_WINDOWS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 128}
     ),
     "gemma-3-tiny": TinyModel("gemma3_text", 4, 2, 256, {**_WINDOWS, "query_pre_attn_scalar": 256}),
+    # Latent attention.
+    "deepseek-v3-tiny": TinyModel("deepseek_v3", 12, 12, 64, _LATENT),
+    "kimi-linear-tiny": TinyModel(
+        "kimi_linear",
+        8,
+        8,
+        64,
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "num_local_experts": 4,
+            "linear_head_dim": 64,
+            "linear_num_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "deepseek-v3.2-tiny": TinyModel("deepseek_v32", 8, 8, 64, {**_LATENT, **_INDEXER}),
+    # Every second layer takes the tokens that the layer before it chose.
+    "glm-5-tiny": TinyModel(
+        "glm_moe_dsa",
+        8,
+        8,
+        64,
+        {
+            **_LATENT,
+            **_INDEXER,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "indexer_types": ["full", "shared"],
+        },
+    ),
     # A layer of each kind, which compress so much that a short prompt has compressed rows.
     DEEPSEEK_V4: TinyModel(
         "deepseek_v4",

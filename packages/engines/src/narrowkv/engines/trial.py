@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from narrowkv.engines.tiny import DEEPSEEK_V4, tiny_model
+from narrowkv.engines.tiny import DEEPSEEK_V4, LATENT, LATENT_SPARSE, tiny_model
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 
 __all__ = [
@@ -78,7 +78,8 @@ def try_engine(
 
     Args:
         engine: one of `ENGINES`.
-        model: one of `narrowkv.engines.tiny.TINY_MODELS`; DeepSeek-V4 runs in transformers alone.
+        model: one of `narrowkv.engines.tiny.TINY_MODELS`; DeepSeek-V4 and models with latent attention run in
+            transformers alone.
         caches: dtypes of caches, by the engine's names; default all of `CACHES[engine]` that the model has.
         tokens: new tokens.
 
@@ -98,12 +99,13 @@ def try_engine(
     check_choice("engine", engine, ENGINES)
     for cache in caches:
         check_choice("caches", cache, CACHES[engine])
-    if model == DEEPSEEK_V4 and engine != "transformers":
+    has_rows = model == DEEPSEEK_V4 or model in LATENT
+    if has_rows and engine != "transformers":
         raise UnsupportedError(
-            f"{engine} runs DeepSeek-V4 with kernels of its own, which need a GPU and the real shape: "
+            f"{engine} runs {model} with kernels of its own, which need a GPU and the real shape: "
             "try it in transformers"
         )
-    known = tuple(_ROWS) if model == DEEPSEEK_V4 else CACHES[engine]
+    known = tuple(_ROWS) if has_rows else CACHES[engine]
     unknown = [cache for cache in caches if cache not in known]
     if unknown:
         raise UnsupportedError(f"{model} has no rows of {unknown[0]}: try it with {', '.join(known)}")
@@ -134,7 +136,7 @@ class Watch:
         found = [
             (module, name, getattr(module, name))
             for module in self.modules
-            for name in ("append", "paged_decode", "batch_prefill", "sparse_decode")
+            for name in ("append", "paged_decode", "batch_prefill", "sparse_decode", "latent_decode")
             if hasattr(module, name)
         ]
         for module, name, operation in found:
@@ -214,7 +216,7 @@ def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Tri
 
     import narrowkv.engines.transformers as narrow
     from narrowkv.engines import deepseek
-    from narrowkv.engines.transformers import attention, cache, deepseek_v4
+    from narrowkv.engines.transformers import attention, deepseek_v4, dense, latent, layers
     from narrowkv.paged_cache import CacheFormat
 
     model = tiny_model(name).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -230,9 +232,10 @@ def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Tri
             yield compared(kind, own[:2], *found, calls=watch.calls, spent=watch.spent)
         return
     narrow.register()
-    model.set_attn_implementation(narrow.NAME)
+    deepseek_v4.register()
+    model.set_attn_implementation(deepseek_v4.NAME if name in LATENT_SPARSE else narrow.NAME)
     for kind in caches:
-        watch = Watch(attention, cache)
+        watch = Watch(attention, layers, *((dense, deepseek, latent) if name in LATENT else ()))
         stored = CacheFormat(*_PAIRS[kind]) if kind in _PAIRS else kind
         with watch.watching():
             pages = narrow.NarrowCache(model.config, max_length=len(PROMPT) + count, format=stored)

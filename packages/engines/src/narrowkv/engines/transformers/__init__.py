@@ -17,7 +17,8 @@ with adapting("transformers"):
 
     from narrowkv.engines.transformers.architectures import supported_architectures, supports
     from narrowkv.engines.transformers.attention import attend
-    from narrowkv.engines.transformers.cache import NarrowCache, NarrowLayer
+    from narrowkv.engines.transformers.cache import NarrowCache
+    from narrowkv.engines.transformers.layers import NarrowLayer
     from narrowkv.engines.transformers.masks import padding_of
 
 NAME = "narrowkv"

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
-from narrowkv.engines.geometry import decoder_reasons
+from narrowkv.engines.geometry import decoder_reasons, is_latent
 
 # What attention functions are passed that `attend` takes, or that does not change the result.
 _TAKEN = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "attention_mask"}
@@ -59,7 +59,13 @@ def supports(config: Any) -> list[str]:
         return [f"transformers has no source of {text.model_type!r}; pass the configuration of its decoder"]
     if not isinstance(getattr(text, "num_hidden_layers", None), int):
         return ["its configuration names no number of layers"]
-    reasons = [*_code_reasons(source), *decoder_reasons(text), *_layer_reasons(text, source)]
+    geometry, code = decoder_reasons(text, latent=True), _code_reasons(source)
+    if is_latent(text) and not geometry and any("passes indices," in reason for reason in code):
+        return [
+            'its attention to tokens that an indexer chose is sparse: attn_implementation="narrowkv-sparse", '
+            "of narrowkv.engines.transformers.deepseek_v4.register(), serves it with a NarrowCache"
+        ]
+    reasons = [*code, *geometry, *_layer_reasons(text, source)]
     if getattr(text, "dtype", None) == torch.float32:
         reasons.append("it is loaded in float32: load it with dtype=torch.bfloat16")
     return reasons
@@ -145,6 +151,9 @@ def _call_reasons(function: ast.FunctionDef, call: ast.Call) -> Iterator[str]:
     assert names is not None
     passed = [a.id if isinstance(a, ast.Name) else ast.unparse(a) for a in call.args[_KEY : _VALUE + 1]]
     after = max(n.lineno for n in ast.walk(function) if isinstance(n, ast.Assign) and _is_update(n.value))
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and _expands(node.value, names):
+            after, names = node.lineno, _targets(node)
     if passed != names or _assigned(function, after) & set(names):
         yield "its attention changes keys or values after the cache has taken them"
 
@@ -164,8 +173,23 @@ def _updated_names(function: ast.FunctionDef) -> list[str] | None:
     """What a cache's `update` is assigned to, in a function that calls it."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and _is_update(node.value):
-            return [ast.unparse(e) for e in getattr(node.targets[0], "elts", [node.targets[0]])]
+            return _targets(node)
     return None
+
+
+def _targets(node: ast.Assign) -> list[str]:
+    """What an assignment assigns to."""
+    return [ast.unparse(e) for e in getattr(node.targets[0], "elts", [node.targets[0]])]
+
+
+def _expands(node: ast.AST, names: list[str]) -> bool:
+    """Whether an expression expands what the cache returned, latent rows, to keys and values of heads."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "expand_kv"
+        and [ast.unparse(argument) for argument in node.args] == names
+    )
 
 
 def _is_update(node: ast.AST) -> bool:

@@ -8,8 +8,14 @@ import torch
 
 from narrowkv.attn_decode import merge_states, paged_decode
 from narrowkv.attn_prefill import batch_prefill
-from narrowkv.engines.transformers.cache import LAYER_TAG, NarrowLayer
 from narrowkv.engines.transformers.dense import attend_dense, rows_of
+from narrowkv.engines.transformers.latent import (
+    LatentLayer,
+    attend_expanded,
+    attend_latent,
+    latent_layer,
+)
+from narrowkv.engines.transformers.layers import LAYER_TAG, NarrowLayer
 from narrowkv.engines.transformers.masks import tokens_of
 
 # Arguments of other attention functions that change the result and have no counterpart here.
@@ -67,7 +73,7 @@ def attend(
             "narrowkv's attention is causal, got a module with is_causal=False (an image tower?): set it for "
             'the decoder alone, attn_implementation={"text_config": "narrowkv"}'
         )
-    layer = getattr(key, LAYER_TAG, None)
+    layer = getattr(key, LAYER_TAG, None) or latent_layer(module)
     keys = layer.length if isinstance(layer, NarrowLayer) else key.shape[2]
     real = tokens_of(attention_mask, batch, keys, tokens)
     options: dict[str, Any] = {
@@ -76,7 +82,11 @@ def attend(
         "window_left": -1 if sliding_window is None else sliding_window - 1,
         "sinks": s_aux,
     }
-    if not isinstance(layer, NarrowLayer):
+    if isinstance(layer, LatentLayer):
+        o = attend_latent(module, layer, query, key, value, real.queries, scaling)
+    elif value.shape[-1] < head_dim:
+        o = attend_expanded(query, key, value, real.keys, real.queries, **options)
+    elif not isinstance(layer, NarrowLayer):
         o = attend_dense(query, key, value, real.keys, real.queries, **options)
     elif layer.near is None:
         o = _attend_pages(layer, query, real.queries, options)
@@ -87,7 +97,7 @@ def attend(
             "NarrowCache with recent tokens in FP8 must know which layers have a sliding window, got "
             "one that its configuration does not name: use recent=0 for this model"
         )
-    o = o.view(batch, tokens, -1, head_dim)
+    o = o.view(batch, tokens, -1, value.shape[-1])
     if real.served is not None:
         o = o.where(real.served[:, :, None, None], torch.nan)
     return o, None

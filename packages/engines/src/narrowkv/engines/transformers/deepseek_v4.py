@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from narrowkv.engines.deepseek import attend_to_rows, listed_rows
+from narrowkv.engines.transformers.latent import attend_listed, latent_layer
 from narrowkv.engines.versions import adapting
 from narrowkv.runtime.errors import check_choice
 from narrowkv.sparse_fp8 import DSV4Rows
@@ -81,6 +82,15 @@ def attend(
     Raises:
         ValueError: for another model's attention.
     """
+    indices = kwargs.get("indices")
+    if indices is not None and isinstance(attention_mask, torch.Tensor):
+        latent = latent_layer(module)
+        if latent is not None:
+            return attend_listed(module, latent, query, attention_mask, indices, scaling), None
+        raise ValueError(
+            f'attn_implementation="{NAME}" reads the latent rows of a NarrowCache for this model, got '
+            "another cache or none: pass past_key_values=NarrowCache(model.config, max_length=...)"
+        )
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
     if key is not value or key.shape[1] != 1 or not isinstance(attention_mask, torch.Tensor):

@@ -11,6 +11,8 @@ from narrowkv.attn_decode import DecodePlan, plan_decode
 from narrowkv.attn_prefill import PrefillPlan, plan_prefill
 from narrowkv.engines.transformers.window import Window, WindowStep, between_padding
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.sparse_fp8 import SparsePlan, plan_latent
+from narrowkv.sparse_fp8.binding import RowsFormat
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ class Rows:
         page_size: tokens a page.
         device: where the cache is.
         first, recent: tokens of each row that some layers keep apart, the first and the newest.
+
+    Attributes:
+        first_slot: `[batch]` int32, where each row's first token is stored.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class Rows:
         self.table = PageTable.from_block_table(
             ids.view(batch, self.pages), self.seq_lens, page_size=page_size
         )
-        self._first_slot = torch.arange(batch, dtype=torch.int32, device=device) * (self.pages * page_size)
+        self.first_slot = torch.arange(batch, dtype=torch.int32, device=device) * (self.pages * page_size)
         self.window = Window(self.table, first, recent) if recent else None
         self.length = 0
         self.step: Step | None = None
@@ -67,6 +72,7 @@ class Rows:
         self.set_lens(self.seq_lens)
         self._decode_plans: dict[Any, DecodePlan] = {}
         self._prefill_plans: dict[Any, PrefillPlan] = {}
+        self._latent_plans: dict[Any, SparsePlan] = {}
 
     def advance(self, tokens: int, padding: torch.Tensor | None) -> Step:
         """Makes room for the next tokens of every row.
@@ -101,7 +107,7 @@ class Rows:
         if self.window is not None:
             self.window.set_lens(self.seq_lens)
             slots = self.window.slots(
-                self.step.slots.view(self.batch, tokens), self._first_slot, self.seq_lens
+                self.step.slots.view(self.batch, tokens), self.first_slot, self.seq_lens
             )
             self.step = replace(self.step, window=WindowStep(*slots, *before))
         return self.step
@@ -138,7 +144,7 @@ class Rows:
     def set_lens(self, seq_lens: torch.Tensor) -> None:
         """Makes each row as long as the int32 `[batch]` tensor says."""
         self.seq_lens.copy_(seq_lens)
-        torch.add(self._first_slot, self.seq_lens - 1, out=self._slots)
+        torch.add(self.first_slot, self.seq_lens - 1, out=self._slots)
         if self.window is not None:
             self.window.set_lens(self.seq_lens)
 
@@ -148,6 +154,18 @@ class Rows:
         plan = self._decode_plans.get(key)
         if plan is None:
             plan = self._decode_plans[key] = plan_decode(q, cache, table)
+        return plan
+
+    def latent_plan(self, q: torch.Tensor, rows: RowsFormat, q_len: int, sm_scale: float) -> SparsePlan:
+        """The plan of steps of `q_len` tokens over such latent rows, made once for all layers of a shape."""
+        key = (q.shape, q.dtype, rows, q_len, sm_scale)
+        plan = self._latent_plans.get(key)
+        if plan is None:
+            plan = self._latent_plans[key] = plan_latent(
+                num_qo_heads=q.shape[1], rows=rows, page_size=self.page_size, q_len=q_len, device=q.device,
+                query="fp16" if q.dtype == torch.float16 else "bf16", sm_scale=sm_scale,
+                max_batch=self.batch, max_seq_len=self.max_length,
+            )  # fmt: skip
         return plan
 
     def prefill_plan(self, q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPlan | None:
