@@ -128,23 +128,25 @@ def _cache_of_one_page(
 
 
 def planned(case: Any, operation: str, of: str, device: str) -> Any:
-    """The plan of a case, from shapes and lengths alone: every page of its table is the first of a small cache.
+    """The plan of a case, from shapes and lengths alone: all pages of its table are the first of a small cache.
 
     Raises:
         UnsupportedError, ValueError: the case is refused.
     """
     cache = _cache_of_one_page(operation, of, case.head_dim, case.num_kv_heads, device)
-    pages = torch.zeros(len(case.lens), -(-max(case.lens) // case.page_size), dtype=torch.int32, device=device)
-    lens = torch.tensor(case.lens, dtype=torch.int32, device=device)
+    integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    pages = torch.zeros(len(case.lens), -(-max(case.lens) // case.page_size), **integers)
+    lens = torch.tensor(case.lens, **integers)
     tokens = len(case.lens) * case.q_len if operation == "decode" else sum(case.q_lens)
-    q = torch.empty(tokens, case.num_kv_heads * case.gqa_ratio, case.head_dim, dtype=case.q_dtype, device=device)
+    size = tokens, case.num_kv_heads * case.gqa_ratio, case.head_dim
+    q = torch.empty(size, dtype=case.q_dtype, device=device)
     if operation == "decode":
         table = PageTable.from_block_table(pages, lens, page_size=case.page_size)
         return DecodeInputs(q, cache, table).plan()
-    new = torch.tensor(case.q_lens, dtype=torch.int32, device=device)
+    new = torch.tensor(case.q_lens, **integers)
     lengths = {"cached_lens": lens - new} if operation == "append" else {"seq_lens": lens}
     table = PageTable.from_block_table(pages, page_size=case.page_size, **lengths)
-    starts = torch.tensor([0, *case.q_lens], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    starts = torch.tensor([0, *case.q_lens], **integers).cumsum(0, dtype=torch.int32)
     return PrefillInputs(case, q, cache, table, starts, {}).plan()
 
 
