@@ -45,8 +45,12 @@ def test_a_server_compiles_nothing_after_a_warm_up_without_a_gpu(tmp_path: Path)
     assert found["variables"] == {}
     served = serve(tmp_path, "prefill")
     assert served["compiled"] == []
+    assert served["by_calls"] > 4
     assert {"_paged_decode_kernel", "_append_kernel"} < set(served["loaded"])
     assert len(set(served["loaded"])) >= 4
+    preloaded = serve(tmp_path, "prefill", "preload")
+    assert preloaded["compiled"] == []
+    assert preloaded["by_calls"] == 0
 
 
 def test_a_variable_in_the_cache_key_is_named(tmp_path: Path) -> None:

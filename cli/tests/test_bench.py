@@ -202,7 +202,7 @@ def test_warmup_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     line = (
         "warmup --target gfx950 --heads 2/1 --head-dim 64 --num-pages 32 --max-batch 1 --max-seq-len 16 "
-        "--format bf16 --jobs 1"
+        "--max-q-len 1 --format bf16 --jobs 1"
     )
     first, second = (document(line)["kernels"]["gfx950"] for _ in range(2))
     assert "_paged_decode_kernel" in first["compiled"]

@@ -179,6 +179,9 @@ def warmup(
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences of a decode call.")] = 512,
     max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 131072,
     max_num_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a prefill call; 0: no prefill.")] = 0,
+    max_q_len: Annotated[
+        int, typer.Option(min=1, help="Tokens of a sequence that decodes; above 1: speculation.")
+    ] = 8,
     target: Annotated[
         str,
         listed("AMD targets to compile for without a GPU. Default: the GPU.", *AMD_TARGETS, metavar="NAMES"),
@@ -201,8 +204,8 @@ def warmup(
     cache = model_cache(cache_format, num_pages, page_size, num_kv_heads, head_dim, device)
     return run_warmup(
         report, cache, num_qo_heads=num_qo_heads, max_batch=max_batch, max_seq_len=max_seq_len,
-        max_num_tokens=max_num_tokens, q_dtype=torch.bfloat16 if q == "bf16" else torch.float16,
-        targets=targets, jobs=jobs,
+        max_num_tokens=max_num_tokens, max_q_len=max_q_len,
+        q_dtype=torch.bfloat16 if q == "bf16" else torch.float16, targets=targets, jobs=jobs,
     )  # fmt: skip
 
 

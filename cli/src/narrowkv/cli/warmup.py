@@ -21,6 +21,7 @@ def run_warmup(
     max_batch: int,
     max_seq_len: int,
     max_num_tokens: int,
+    max_q_len: int,
     q_dtype: torch.dtype,
     targets: tuple[str, ...],
     jobs: int | None,
@@ -36,7 +37,8 @@ def run_warmup(
             for clean in (False, True)
             for kernel in model_kernels(
                 replace(cache, negative_zero_free=clean), num_qo_heads=num_qo_heads, max_batch=max_batch,
-                max_seq_len=max_seq_len, max_num_tokens=max_num_tokens, q_dtype=q_dtype, target=target,
+                max_seq_len=max_seq_len, max_num_tokens=max_num_tokens, max_q_len=max_q_len,
+                q_dtype=q_dtype, target=target,
             )
         ]  # fmt: skip
         where = target or "the GPU"

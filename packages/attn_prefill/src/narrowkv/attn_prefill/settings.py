@@ -148,7 +148,7 @@ class PrefillSettings(Plan):
         """The memory of calls with this configuration; None where each call allocates its own."""
         if self.workspace is None:
             return None
-        kind = _kind_of(replace(config, short_queries=()))
+        kind = kind_of(replace(config, short_queries=()))
         found = self._memories.get(kind)
         if found is None:
             memory_sizes = self.memory_sizes(self.shape, config, exact=False)
@@ -298,7 +298,7 @@ class PrefillSettings(Plan):
             for num_tokens in tokens:
                 shape = self.shape_of_call(batch, num_tokens)
                 config = self.config_for(shape)
-                found.setdefault(_kind_of(config), (config, shape))
+                found.setdefault(kind_of(config), (config, shape))
         return list(found.values())
 
 
@@ -317,17 +317,17 @@ def _describe(c: PrefillConfig) -> str:
     )
 
 
-def _kind_of(config: PrefillConfig) -> PrefillConfig:
+def kind_of(config: PrefillConfig) -> PrefillConfig:
     """The parts of a configuration that kernels and memory depend on."""
-    fallback = None if config.fallback is None else _kind_of(config.fallback)
+    fallback = None if config.fallback is None else kind_of(config.fallback)
     return replace(
         config,
         why="",
         num_splits=config.num_splits if config.kernel == "split" else min(config.num_splits, 2),
         q_lens=config.q_lens if config.kernel == "split" else (0, ANY_LEN),
-        short_queries=tuple(_kind_of(part) for part in config.short_queries),
+        short_queries=tuple(kind_of(part) for part in config.short_queries),
         fallback=fallback,
-        ping_pong=None if config.ping_pong is None else _kind_of(config.ping_pong),
+        ping_pong=None if config.ping_pong is None else kind_of(config.ping_pong),
     )
 
 

@@ -13,8 +13,28 @@ from narrowkv.runtime.errors import (
     check_same_device,
     check_shape,
 )
+from narrowkv.runtime.operation import Bounded
 
 NO_PAGE = -1  # in a block table, past the end of a sequence
+
+# Metadata of block tables that passed the checks: an engine makes a table in each step.
+_checked_tables: Bounded[bool] = Bounded(4096)
+
+
+def _check_block_table(name: str, block_table: torch.Tensor, lens: torch.Tensor, page_size: int) -> None:
+    """Checks the metadata of `PageTable.from_block_table`; name: of the lengths.
+
+    Raises:
+        TypeError, ValueError: for wrong dtypes or shapes.
+    """
+    check_positive_int("page_size", page_size)
+    check_dtype("block_table", block_table, (torch.int32, torch.int64))
+    if block_table.dim() != 2:
+        raise ValueError(f"block_table must have shape [batch, max_pages], got {tuple(block_table.shape)}")
+    check_index_vector(name, lens, "batch")
+    if lens.shape[0] != block_table.shape[0]:
+        raise ValueError(f"{name} must have batch = {block_table.shape[0]} entries, got {lens.shape[0]}")
+    check_same_device(block_table=block_table, **{name: lens})
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,23 +149,24 @@ class PageTable:
             >>> PageTable.from_block_table(block_table, cached_lens=seq_lens, page_size=16).before_append
             True
         """
-        check_positive_int("page_size", page_size)
         if (seq_lens is None) == (cached_lens is None):
             raise ValueError(
                 "pass either seq_lens (lengths with the call's tokens) or cached_lens (lengths before "
                 f"prefill_append stores them), got {'neither' if seq_lens is None else 'both'}"
             )
         name, lens = ("seq_lens", seq_lens) if cached_lens is None else ("cached_lens", cached_lens)
-        assert lens is not None
-        check_dtype("block_table", block_table, (torch.int32, torch.int64))
-        if block_table.dim() != 2:
-            raise ValueError(
-                f"block_table must have shape [batch, max_pages], got {tuple(block_table.shape)}"
-            )
-        check_index_vector(name, lens, "batch")
-        if lens.shape[0] != block_table.shape[0]:
-            raise ValueError(f"{name} must have batch = {block_table.shape[0]} entries, got {lens.shape[0]}")
-        check_same_device(block_table=block_table, **{name: lens})
+        try:
+            checked = (
+                type(page_size), page_size, type(block_table), block_table.shape, block_table.dtype,
+                block_table.device, type(lens), lens.shape, lens.dtype, lens.device,
+            )  # fmt: skip
+            known = checked in _checked_tables
+        except (AttributeError, TypeError):  # no tensor, or shapes that torch traces
+            checked, known = None, False
+        if not known:
+            _check_block_table(name, block_table, lens, page_size)
+            if checked is not None:
+                _checked_tables.keep(checked, True)
         table = cls(
             "block_table", block_table, page_size, seq_lens=lens, before_append=cached_lens is not None
         )

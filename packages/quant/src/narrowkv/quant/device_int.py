@@ -13,6 +13,30 @@ _MOST_FINITE = tl.constexpr(MOST_FINITE)
 INT8_EXPONENT = 24
 INT4_EXPONENT = 20
 _SIGN_OF_INT8 = tl.constexpr(128 * 2.0**-INT8_EXPONENT)
+# PTX for two words in a register, so that one instruction serves two elements. Each text has one result, as
+# in `narrowkv.quant.device`.
+_BYTES_OF_INT8 = """
+    {
+        .reg .b32 t, sign;
+        mov.b32 sign, 0x00800080;
+        xor.b32 t, $1, 0x80808080;
+        shr.b32 t, t, %d;
+        and.b32 t, t, 0x00FF00FF;
+        sub.f16x2 $0, t, sign;
+    }
+"""
+_BYTES_OF_INT8_EVEN, _BYTES_OF_INT8_ODD = (tl.constexpr(_BYTES_OF_INT8 % bits) for bits in (0, 8))
+_NIBBLES_OF_INT4 = """
+    {
+        .reg .b32 w;
+        %s.b32 w, $1, %d;
+        and.b32 w, w, 0x00F000F0;
+        sub.f16x2 $0, w, $2;
+    }
+"""
+_INT4_0, _INT4_1, _INT4_2, _INT4_3 = (
+    tl.constexpr(_NIBBLES_OF_INT4 % move) for move in (("shl", 4), ("shr", 0), ("shr", 4), ("shr", 8))
+)
 
 
 @triton.jit
@@ -27,25 +51,11 @@ def widen_int8(x, ROUTE: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr)
     if PARTS == 1:
         return (_fp16_from_128((x ^ 0x80).to(tl.uint16), DTYPE),)
     elif ROUTE == "ptx":
-        # Two pairs a register: one instruction serves two elements.
-        even, odd = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 t, sign;
-                mov.b32 sign, 0x00800080;
-                xor.b32 t, $2, 0x80808080;
-                and.b32 $0, t, 0x00FF00FF;
-                shr.b32 t, t, 8;
-                and.b32 $1, t, 0x00FF00FF;
-                sub.f16x2 $0, $0, sign;
-                sub.f16x2 $1, $1, sign;
-            }
-            """,
-            "=&r,=&r,r",
-            [x],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
+        even = tl.inline_asm_elementwise(
+            _BYTES_OF_INT8_EVEN, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+        odd = tl.inline_asm_elementwise(
+            _BYTES_OF_INT8_ODD, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2
         )
         return even.to(DTYPE), odd.to(DTYPE)
     else:
@@ -72,6 +82,12 @@ def _nibble(word, INDEX: tl.constexpr):
 
 
 @triton.jit
+def _nibbles_by_assembly(words, zeros, PTX: tl.constexpr):
+    """A nibble of each int16 word minus its zero point, as float16."""
+    return tl.inline_asm_elementwise(PTX, "=r,r,r", [words, zeros], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
 def widen_int4(words, zero, ROUTE: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr):
     """INT4 codes minus their key's zero point as PARTS tiles in DTYPE; see `widen_parts`.
 
@@ -83,30 +99,8 @@ def widen_int4(words, zero, ROUTE: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.
     """
     zeros = tl.broadcast_to(zero[:, None], words.shape)
     if PARTS == 4 and ROUTE == "ptx":
-        # Two words a register, so that a shift and a mask serve two elements; the compiler takes each apart.
-        a, b, c, d = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 w;
-                shl.b32 w, $4, 4;
-                and.b32 $0, w, 0x00F000F0;
-                and.b32 $1, $4, 0x00F000F0;
-                shr.b32 w, $4, 4;
-                and.b32 $2, w, 0x00F000F0;
-                shr.b32 w, $4, 8;
-                and.b32 $3, w, 0x00F000F0;
-                sub.f16x2 $0, $0, $5;
-                sub.f16x2 $1, $1, $5;
-                sub.f16x2 $2, $2, $5;
-                sub.f16x2 $3, $3, $5;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r",
-            [words, zeros],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        a, b = _nibbles_by_assembly(words, zeros, _INT4_0), _nibbles_by_assembly(words, zeros, _INT4_1)
+        c, d = _nibbles_by_assembly(words, zeros, _INT4_2), _nibbles_by_assembly(words, zeros, _INT4_3)
         return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
     word = words.to(tl.int16)
     a, b = (_nibble(word, 0) - zeros).to(DTYPE), (_nibble(word, 1) - zeros).to(DTYPE)

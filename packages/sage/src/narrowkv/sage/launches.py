@@ -353,7 +353,7 @@ def attend(
 
 
 def describe(memory: dict[str, Any], plan: SageSettings, size: SageShape) -> None:
-    """Adds the tensor descriptors of quantised K and V, which are parts of scratch."""
+    """Adds the tensor descriptors of quantised K and V, which are parts of scratch or tensors of a call."""
     heads, dim, rows, block_n = (
         size.num_kv_heads,
         size.head_dim,
@@ -366,6 +366,8 @@ def describe(memory: dict[str, Any], plan: SageSettings, size: SageShape) -> Non
         ("v", plan.config.fp8, (heads * dim, rows), [dim, block_n]),
     ):
         codes = as_stored(memory[f"{name}_codes"], format_name)
+        if isinstance(codes, Arg):
+            codes = Part(codes, 0, get_format(format_name).storage_dtype)
         memory[f"{name}_desc"] = Described(codes, None, partial(_described, sizes, block))
 
 

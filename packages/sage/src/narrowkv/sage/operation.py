@@ -47,6 +47,7 @@ class _Prepared(NamedTuple):
         blocks: the tensors that it returns, by name.
         q_bytes, k_bytes, starts_bytes, out_bytes, lse_bytes: that tensors span; `k_bytes` where K is read
             after its quantisation.
+        kv_bytes: that K, V and the source of K span in `QuantizedKV`, if a call takes one.
     """
 
     launches: PreparedCall
@@ -58,6 +59,7 @@ class _Prepared(NamedTuple):
     starts_bytes: int = 0
     out_bytes: int = 0
     lse_bytes: int = 0
+    kv_bytes: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -186,15 +188,17 @@ class SagePlan(SageSettings):
             check_starts("cu_seqlens_q", starts, q.shape[0])
         if (out is not None or lse is not None) and share_memory(
             ((out, call.out_bytes), (lse, call.lse_bytes)),
-            ((q, call.q_bytes), (starts, call.starts_bytes), *kv.inputs),
+            (
+                (q, call.q_bytes),
+                (starts, call.starts_bytes),
+                *zip((kv.k, kv.v, kv.k_source), call.kv_bytes, strict=True),
+            ),
         ):
             refuse_overlap(out, lse, {"q": q, **_inputs_of(kv, starts)})
         o, sums = _results(q, out, lse, return_lse)
-        k_desc, v_desc = kv.descriptors if self.config.tma and kv.k.numel() else (None, None)
         call.launches.run(
             q=q, out=o, lse=sums, q_starts=None if starts is None else _contiguous(starts),
-            scratch=self._allocate(call) if call.scratch_bytes else None, k_desc=k_desc, v_desc=v_desc,
-            **kv.arguments,
+            scratch=self._allocate(call) if call.scratch_bytes else None, **kv.arguments,
         )  # fmt: skip
         return (o, sums) if return_lse and sums is not None else o
 
@@ -315,11 +319,15 @@ class SagePlan(SageSettings):
         writes_lse = return_lse or lse is not None
         memory, scratch_bytes = self.scratch(launches.blocks_of_queries(self, size, lse=writes_lse))
         memory |= {name: Arg(name) for name, value in kv.arguments.items() if value is not None}
-        memory |= {"k_desc": Arg("k_desc"), "v_desc": Arg("v_desc")}
-        names = ("q", "out", "lse", "q_starts", SCRATCH, "k_desc", "v_desc", *kv.arguments)
-        return self._prepared_attention(
+        memory |= {"k_desc": None, "v_desc": None}
+        if self.config.tma and kv.k.numel():
+            # Found by the address of K or V: memory that is allocated again is not described again.
+            launches.describe(memory, self, size)
+        names = ("q", "out", "lse", "q_starts", SCRATCH, *kv.arguments)
+        prepared = self._prepared_attention(
             q, viewed, kv.k_source, starts, out, lse, writes_lse, size, memory, names, [], scratch_bytes
         )
+        return prepared._replace(kv_bytes=(span_bytes(kv.k), span_bytes(kv.v), span_bytes(kv.k_source)))
 
     def _prepare_run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor | None,

@@ -11,7 +11,6 @@ import torch
 
 from narrowkv.quant.sage import TokenGroups
 from narrowkv.runtime.operation import Bounded
-from narrowkv.runtime.spans import span_bytes
 from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.kernels import ALIGN
 
@@ -119,11 +118,6 @@ class QuantizedKV:
             "k_codes": self.k, "k_descale": self.k_descale, "k_mean": self.k_mean, "v_codes": self.v,
             "v_descale": self.v_descale, "k_bounds": self.bounds, "k": self.k_source,
         }  # fmt: skip
-
-    @cached_property
-    def inputs(self) -> tuple[tuple[torch.Tensor | None, int], ...]:
-        """The tensors that a result must not overlap, and the bytes that they span."""
-        return tuple((x, span_bytes(x)) for x in (self.k, self.v, self.k_source))
 
     @cached_property
     def descriptors(self) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from narrowkv.runtime.launch.prepared import (
     named_values,
 )
 from narrowkv.runtime.launch.recording import RecordExecutor, recording
-from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, warmup
+from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, load_kernels, warmup
 from narrowkv.runtime.launch.workspace import Workspace, block_bytes
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "launch",
     "launch_by_name",
     "launch_of",
+    "load_kernels",
     "named",
     "named_values",
     "recording",

@@ -146,19 +146,22 @@ class KernelSpec:
         """The kernel's name."""
         return self.kernel.name
 
-    def compile(self, target: str | None = None) -> None:
-        """Compiles it in this process, for the current GPU or a named AMD target."""
+    def compile(self, target: str | None = None) -> Any:
+        """Compiles it in this process, for the current GPU or a named AMD target.
+
+        Returns:
+            What Triton keeps for launches on the current GPU; None for a named target.
+        """
         kernel, args = self.kernel.load(), _map(self.args, _restore)
         constexprs = {name: _map(value, _restore) for name, value in self.constexprs}
         if target is not None:
             from narrowkv.runtime.launch.compiler import compile_launch
 
             compile_launch(compile_target(target), kernel, (1,), args, constexprs, self.options)
-            return
+            return None
         options = self.options.for_target(device_target("cuda"))
         compiled = kernel.warmup(*args, grid=(1,), **constexprs, **options)
-        if hasattr(compiled, "result"):
-            compiled.result()
+        return compiled.result() if hasattr(compiled, "result") else compiled
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,21 @@ def warmup(
         compiled=tuple(name for name, _, cached in results if not cached),
         cached=tuple(name for name, _, cached in results if cached),
     )
+
+
+def load_kernels(launches: Iterable[KernelSpec]) -> None:
+    """Loads kernels onto the current GPU, in this process: a first call then waits for no file and no module.
+
+    Kernels that Triton's cache folder does not hold are compiled.
+
+    Args:
+        launches: what to load, as for `warmup`.
+
+    Example:
+        >>> load_kernels([])
+    """
+    for spec in launches:
+        _ = spec.compile().run  # Triton loads a module when its launcher is asked for
 
 
 class _Worker(threading.Thread):
