@@ -782,8 +782,13 @@ _MACHINE_ROWS: list[tuple[str, Callable[[Machine], str], str]] = [
     ("vector cache; its rate", lambda m: f"{m.l1_bytes // 1024} KB; {m.l1} B per clock",
      "gfx950-gluon-tutorials"),
     ("bytes in flight", lambda m: f"{m.in_flight // 1024} KB", "gfx950-gluon-tutorials"),
-    ("latency under load: L2; HBM", lambda m: f"{m.memory_latency}; {m.hbm_latency} clocks",
-     "gfx950-gluon-tutorials; fitted to row 14"),
+    ("XCDs; L2 of each", lambda m: f"{m.xcds}; {m.l2_bytes // 2**20} MB", "ISA documents, white papers"),
+    ("Infinity Cache; its rate",
+     lambda m: f"{m.mall_bytes // 2**20} MB; {m.mall_bytes_per_s / 1e12:.1f} TB/s",
+     "white papers; chips and cheese (MI300X)"),
+    ("latency under load: L2; Infinity Cache; HBM",
+     lambda m: f"{m.memory_latency}; {m.mall_latency}; {m.hbm_latency} clocks",
+     "gfx950-gluon-tutorials; by idle latencies; fitted to row 14"),
     ("HBM rate", lambda m: f"{m.hbm_bytes_per_s / 1e12:.2f} TB/s", "best published"),
     ("barrier", lambda m: f"{m.barrier} clocks", "fitted to rows 10 and 19"),
     ("taken branch; scalar load", lambda m: f"{m.branch}; {m.scalar_load} clocks", "assumed"),
@@ -800,6 +805,40 @@ def machines_table() -> str:
     return table(heads, [
         [what, *(value(machine) for machine in machines), source] for what, value, source in _MACHINE_ROWS
     ])  # fmt: skip
+
+
+def attention_points_table() -> str:
+    """Published attention and products beside the model: `tools/model_validation.py attention`."""
+    found = load("amd-attention")
+    body = [
+        [row["row"], row["what"], row["block"], f"{row['measured']:g}", f"{row['modelled']:.0f}",
+         f"{row['error']:+.0%}"]
+        for row in found["rows"]
+    ]  # fmt: skip
+    summary, factors = found["summary"], found["factors"]
+    fitted = "; ".join(f"{series} {factor:.2f}" for series, factor in factors.items())
+    heads = ["row", "kernel", "tile", "TFLOP/s measured", "model", "error"]
+    summed = (
+        f"Median error: attention {summary['attention']:.0%}, products {summary['products']:.0%}. With "
+        f"factors fitted to three lengths of each series ({fitted}), the median error of the other lengths "
+        f"is {summary['held_out']:.0%}, the worst {summary['held_out_worst']:.0%}."
+    )
+    return f"{table(heads, body)}\n\n{summed}{amd_source('amd-attention')}"
+
+
+def xcds_table() -> str:
+    """Launches in their own order and in that for several XCDs, modelled: `tools/xcd_figures.py`."""
+    heads = [
+        "kernel", "call", "target", "L2 serves", "ordered", "last XCD over the mean", "ordered", "speed-up"
+    ]  # fmt: skip
+    return table(heads, [
+        [
+            row["family"], row["what"], row["target"], f"{row['l2_hits']:.0%}",
+            f"{row['l2_hits_ordered']:.0%}",
+            f"{row['last']:.2f}", f"{row['last_ordered']:.2f}", f"{row['speedup']:.2f}",
+        ]
+        for row in rows("amd-xcds")
+    ]) + amd_source("amd-xcds")  # fmt: skip
 
 
 def cp_model_table() -> str:
@@ -833,8 +872,10 @@ TABLES: dict[str, Callable[[], str]] = {
         for name in ("families", "large")
         for target in ("gfx942", "gfx950")
     },
+    "amd-attention": attention_points_table,
     "amd-goals": goals_table,
     "amd-machines": machines_table,
+    "amd-xcds": xcds_table,
     "cp-model": cp_model_table,
     "generate": generate_tables,
     "goals": measured_goals_table,

@@ -284,14 +284,22 @@ def test_idle_workgroups_do_not_make_a_launch_faster() -> None:
 
 
 def test_rounds_of_unequal_workgroups() -> None:
-    """Each compute unit takes the next workgroup when one ends, so the time is the mean of the shares."""
-    units = MACHINES["gfx942"].compute_units
+    """A compute unit takes the next workgroup of its XCD: with one XCD the time is the mean of the shares.
+
+    Of eight XCDs, four get all workgroups of odd numbers, which take longest.
+    """
+    machine = MACHINES["gfx942"]
+    units = machine.compute_units
     found = surveyed(20 * units, 20 * units)
-    time = predict_launch(found, lds_bytes=0, workgroups_per_unit=1).clocks
+    one, eight = (
+        predict_launch(found, lds_bytes=0, workgroups_per_unit=1, machine=each).clocks
+        for each in (replace(machine, xcds=1), machine)
+    )
     spans = [
         predict(s.trace, lds_bytes=0, workgroups_per_unit=1, workgroups=units).clocks for s in found.shares
     ]
-    assert time == pytest.approx(20 * sum(spans) / len(spans), rel=0.1)
+    assert one == pytest.approx(20 * sum(spans) / len(spans), rel=0.1)
+    assert eight == pytest.approx(20 * max(spans), rel=0.1)
 
 
 def test_an_idle_launch_is_refused() -> None:

@@ -122,6 +122,27 @@ def test_the_compute_units_are_the_devices_own(fake_gpu: SimpleNamespace, arch: 
     assert (target is published) == (units == published.compute_units)
 
 
+@pytest.mark.parametrize(
+    ("arch", "units", "xcds"),
+    [("gfx942", 304, 8), ("gfx942", 228, 6), ("gfx942", 80, 4), ("gfx942", 38, 1), ("gfx942", 20, 1),
+     ("gfx942", 76, 2), ("gfx942", 40, 2), ("gfx950", 256, 8), ("gfx950", 128, 4), ("gfx950", 32, 1),
+     ("gfx942", 307, 1), ("gfx90a", 104, 1)],
+)  # fmt: skip
+def test_xcds_follow_from_the_devices_compute_units(
+    fake_gpu: SimpleNamespace, arch: str, units: int, xcds: int
+) -> None:
+    """MI300X, MI300A, MI308X, their dies, a quarter of an MI300X, a half of an MI308X; gfx950 likewise."""
+    fake_gpu.use_amd(arch)
+    fake_gpu.units = units
+    assert device_target("cuda:0").xcds == xcds
+
+
+def test_other_gpus_and_the_cpu_have_no_xcds() -> None:
+    assert {name: TARGETS[name].xcds for name in ("sm90", "cuda", "cpu", "gfx90a")} == {
+        "sm90": 1, "cuda": 1, "cpu": 1, "gfx90a": 1,
+    }  # fmt: skip
+
+
 def test_a_gpu_without_figures_has_its_own_compute_units(fake_gpu: SimpleNamespace) -> None:
     fake_gpu.use_nvidia((12, 0))
     fake_gpu.units = 188

@@ -55,6 +55,7 @@ from narrowkv.paged_cache.bound_table import BoundTable
 from narrowkv.paged_cache.kernels.pages import Table
 from narrowkv.paged_cache.rope import rope_pointers
 from narrowkv.paged_cache.storing import Store
+from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, launch_of, named
 
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
@@ -399,6 +400,9 @@ class _Maker:
             "settle": traits.settle,
             "int64_offsets": False,
             "nvidia": self.nvidia,
+            "order": xcd_order(
+                tuned_as(self.plan.target).xcds, self.shape.num_kv_heads, self.config.xcd_rows
+            ),
         }
         return Rules(**constants | values)
 

@@ -37,6 +37,22 @@ def compute_units_of(target: Target) -> int:
     return tuned_as(target).compute_units
 
 
+def xcd_rows(target: Target, shape: PrefillShape, block_m: int) -> int:
+    """Tiles of rows that an XCD takes of a KV head at a time; 0 for the launch's order. See `xcd_order`.
+
+    Model (`python tools/xcd_figures.py`): with 12 KV heads an XCD reads two, not three, at no cost. Runs
+    of a head's tiles raise the share that L2 serves from 5 to 97% with 128 heads on gfx942, but leave XCDs
+    waiting for the last run: 0.93 times as fast with 32 heads and four programs a compute unit on gfx950.
+    """
+    xcds, heads = tuned_as(target).xcds, shape.num_kv_heads
+    if heads == 0 or xcds % heads == 0:
+        return 0  # the launch's order gives an XCD one head, or all XCDs the same ones
+    tiles = shape.row_tiles(block_m)
+    if tiles * heads < 16 * compute_units_of(target):
+        return 1 if heads % xcds else 0
+    return 64 if tiles >= 64 else 8
+
+
 def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
     """Options of programs that widen a block of keys each: a warp has 16 of its rows, on NVIDIA 8.
 
@@ -164,7 +180,10 @@ def _amd_dense_config(
         llvm_fn_attrs=_ITERATIVE_ILP if scheduled else None,
     )
     ahead = not gfx950 and head_dim <= 128
-    config = PrefillConfig("dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options)
+    config = PrefillConfig(
+        "dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options,
+        xcd_rows=xcd_rows(target, shape, block_m),
+    )  # fmt: skip
     turns = gfx950 and head_dim == 128 and plain and splits == 1 and rows >= 256
     if not turns or shape.row_tiles(256) * shape.num_kv_heads < compute_units_of(target):
         return config
@@ -266,4 +285,7 @@ def fused_config(
         options = LaunchOptions(num_warps=8 if large_head and block_m == 64 else 4, num_stages=2)
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
     splits = choose_splits(target, programs, -(-shape.max_seq_len // block_n))
-    return PrefillConfig("fused", why, block_m, block_n, num_splits=splits, options=options)
+    return PrefillConfig(
+        "fused", why, block_m, block_n, num_splits=splits, options=options,
+        xcd_rows=xcd_rows(target, shape, block_m) if target.is_amd else 0,
+    )  # fmt: skip

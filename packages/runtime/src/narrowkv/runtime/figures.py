@@ -36,6 +36,8 @@ class Figures:
         register_granule: registers are allocated to waves in multiples of this.
         max_registers_per_wave: the most that one wave can have.
         max_waves_per_simd: the most waves that one SIMD holds.
+        xcd_units: compute units of an XCD (a die with an L2 of its own) of the chips of this architecture;
+            empty where the chip has one L2.
         sources: where the figures come from.
     """
 
@@ -56,7 +58,14 @@ class Figures:
     register_granule: int
     max_registers_per_wave: int
     max_waves_per_simd: int
+    xcd_units: tuple[int, ...]
     sources: tuple[str, ...]
+
+    @property
+    def xcds(self) -> int:
+        """XCDs that the compute units are spread over, of whole chips and of partitions."""
+        return next((self.compute_units // units for units in self.xcd_units
+                     if self.compute_units % units == 0), 1)  # fmt: skip
 
     @property
     def peak_bf16_flops_per_s(self) -> float:
@@ -87,9 +96,10 @@ MI300X = Figures(
     register_granule=8,
     max_registers_per_wave=512,
     max_waves_per_simd=8,
+    xcd_units=(38, 20),  # MI300X, MI300A, MI325X: 38; MI308X: 20
     sources=(
         "AMD Instinct MI300X data sheet: CUs, peak clock, HBM bandwidth, peak matrix rates",
-        "AMD CDNA 3 architecture white paper: matrix flops per clock per CU, LDS size and bandwidth",
+        "AMD CDNA 3 architecture white paper: matrix flops per clock per CU, LDS size and bandwidth, XCDs",
         "AMD CDNA 3 instruction set architecture guide: registers, waves per SIMD, instruction issue",
         "LLVM AMDGPU usage guide: LDS and VGPR allocation granules",
     ),
@@ -113,9 +123,10 @@ MI355X = Figures(
     register_granule=8,
     max_registers_per_wave=512,
     max_waves_per_simd=8,
+    xcd_units=(32,),
     sources=(
         "AMD Instinct MI355X data sheet: CUs, peak clock, HBM bandwidth, peak matrix rates",
-        "AMD CDNA 4 architecture white paper: matrix and transcendental rates per CU, LDS size and bandwidth",
+        "AMD CDNA 4 architecture white paper: matrix, transcendental and LDS rates per CU, LDS size, XCDs",
         "AMD CDNA 4 instruction set architecture guide: registers, waves per SIMD, instruction issue",
         "LLVM AMDGPU usage guide: LDS and VGPR allocation granules",
     ),
@@ -139,6 +150,7 @@ H100 = Figures(
     register_granule=8,
     max_registers_per_wave=255,
     max_waves_per_simd=16,
+    xcd_units=(),
     sources=(
         "NVIDIA H100 architecture white paper: SMs, clocks, HBM bandwidth, tensor rates, shared memory",
         "CUDA C++ Programming Guide, arithmetic throughput of compute capability 9.0: issue rates",

@@ -77,6 +77,11 @@ class Target:
         return self.vendor == "amd"
 
     @property
+    def xcds(self) -> int:
+        """XCDs, dies with an L2 of their own, that workgroups are spread over in turns; 1 elsewhere."""
+        return 1 if self.figures is None else self.figures.xcds
+
+    @property
     def is_nvidia(self) -> bool:
         """Whether kernels for it are CUDA binaries."""
         return self.vendor == "nvidia"

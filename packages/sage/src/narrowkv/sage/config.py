@@ -39,6 +39,8 @@ class SageConfig:
         tma: K and V come by tensor descriptor.
         programs_together: attention programs among which the longest go first, of as many heads as it takes.
         ahead: tiles of keys are loaded to registers while the one before is multiplied.
+        xcd_rows: tiles of rows that an XCD takes of a query head before the next one, see `xcd_order`; all
+            heads of a sequence go together then, whatever `programs_together` is. 0 for the launch's order.
         reread_q: Q is read a second time for the tiles that need the mask.
         options: compiler options.
     """
@@ -51,6 +53,7 @@ class SageConfig:
     options: LaunchOptions
     tma: bool = False
     programs_together: int = 800
+    xcd_rows: int = 0
     reread_q: bool = False
     ahead: bool = False
 
@@ -90,9 +93,11 @@ def choose_config(
             options = replace(options, num_stages=2, llvm_fn_attrs=_ITERATIVE_ILP if gfx942 else None)
         # The compiler takes Q apart into bytes for the second loop's 32-byte operand and holds them through
         # the first one: 64 registers of a lane, and spills with smoothed FP8 queries.
+        # Model (`python tools/xcd_figures.py`): all heads together, in runs of 8 tiles, give XCDs equal work;
+        # in groups of `programs_together` causal calls over 8k tokens take 1.2 to 1.4 times as long.
         return SageConfig(
             128, 64, fp8, order, two_level=False, options=options, reread_q=target.has_scaled_mfma,
-            ahead=True,
+            ahead=True, xcd_rows=8 if target.xcds > 1 else 0,
         )  # fmt: skip
     # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless,
     # and costs nothing, as the rescaling of what was summed before is then one multiply-add.

@@ -16,6 +16,7 @@ import torch
 
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.sage import TokenGroups
+from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import (
     Arg,
     BoundLaunch,
@@ -204,6 +205,7 @@ def _attention(plan: SageSettings, lse: bool, tma: bool) -> BoundLaunch:
         plan.shape.ragged, plan.shape.gqa_ratio, plan.shape.head_dim, plan.qk_format, plan.smooth_q,
         plan.smooth_k and lse, lse, math.log2(get_format(config.fp8).max_value), config.two_level, tma,
         config.reread_q, config.ahead, config.block_m, config.block_n,
+        xcd_order(plan.target.xcds, plan.shape.num_qo_heads, config.xcd_rows),
     )  # fmt: skip
     return plan.bind(
         _sage_attention_kernel, config.options, CALL=call, Q_GROUPS=_groups(plan.q_groups),
@@ -324,8 +326,10 @@ def attend(
     tiles = -(-(rows if size.ragged else size.q_tokens) // config.block_m)
     items = size.num_qo_heads * (1 if size.ragged else size.batch)
     together = 1
+    if config.xcd_rows:
+        together = max(size.num_qo_heads, 1)
     # Without a limit to the right all tiles have the same length. If a head has many, few are last.
-    if plan.mask.RIGHT >= 0 and 4 * tiles <= config.programs_together:
+    elif plan.mask.RIGHT >= 0 and 4 * tiles <= config.programs_together:
         together = min(-(-config.programs_together // max(tiles, 1)), max(items, 1))
     # Codes of int4 are read times 16 on both sides.
     codes = 1 / 256 if plan.qk_format == "int4" else 1.0

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowkv.quant.device import widen_route, widening_exponent
+from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import (
     Arg,
     BoundLaunch,
@@ -96,7 +97,9 @@ def attention_kernel(
     plan: SparseSettings, config: SparseConfig, split: bool, offsets_64_bit: tuple[bool, bool, bool]
 ) -> BoundLaunch:
     """The attention kernel; `offsets_64_bit` is for prefix, extend and the heads of query and output."""
-    call = _call(plan, split, offsets_64_bit[2])
+    tokens = config.xcd_tokens * config.head_blocks(plan.num_qo_heads)
+    order = xcd_order(plan.target.xcds, plan.target.xcds * tokens, 1)
+    call = _call(plan, split, offsets_64_bit[2])._replace(ORDER=order)
     query, prefix, extend = plan.query, plan.prefix, plan.extend
     if plan.mode == "prepass" or config.family != "portable":
         query = widened_format(query)

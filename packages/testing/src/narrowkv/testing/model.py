@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from narrowkv.cdna_emulator import load_program
-from narrowkv.cdna_emulator.timing import Prediction, Survey, predict, predict_launch, survey, trace_text
+from narrowkv.cdna_emulator.timing import (
+    CacheShares,
+    Prediction,
+    Survey,
+    Trace,
+    predict,
+    predict_launch,
+    survey,
+    trace_text,
+)
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
@@ -50,12 +59,23 @@ class Modelled:
         prediction: of its launch.
         full: of as many workgroups as the chip holds at a time: the loop as a large call runs it.
         loaded_bytes: bytes that the loads of all workgroups ask for, counted lane by lane.
+        trace: of the workgroup with the most instructions. registers, lds_bytes: of the kernel.
     """
 
     name: str
     prediction: Prediction
     full: Prediction
     loaded_bytes: float
+    trace: Trace
+    registers: int
+    lds_bytes: int
+
+    def full_with(self, caches: CacheShares) -> Prediction:
+        """`full`, where caches serve these shares of its loads."""
+        return predict(
+            self.trace, registers=self.registers, lds_bytes=self.lds_bytes, hbm_share=caches.hbm,
+            l2_misses=caches.l2_misses,
+        )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """A record for JSON; every key that holds a time says that it is a model's."""
@@ -133,9 +153,9 @@ def _modelled(
     share = min(1.0, held_bytes / max(loaded, 1.0)) if hbm_share is None else hbm_share
     if artifact.name in _READS_PARTIAL_RESULTS:
         share = 0.0
+    registers = artifact.registers.vgprs  # AGPRs included
     figures: dict[str, Any] = {
-        "registers": artifact.registers.vgprs,  # AGPRs included
-        "lds_bytes": artifact.lds_bytes, "hbm_share": share,
+        "registers": registers, "lds_bytes": artifact.lds_bytes, "hbm_share": share
     }  # fmt: skip
     factor = passes = 1.0
     if scale is not None:
@@ -143,11 +163,9 @@ def _modelled(
         factor = scale.workgroups if multiplies else scale.keys
         passes = scale.passes if multiplies else 1.0
     launch = predict_launch(surveyed, workgroup_factor=factor, pass_factor=passes, **figures)
-    full = launch
-    if scale is None:
-        longest = max(surveyed.shares, key=lambda share: sum(map(len, share.trace.waves)))
-        full = predict(longest.trace, **figures)
-    return Modelled(artifact.name, launch, full, loaded * factor)
+    longest = max((share.trace for share in surveyed.shares), key=lambda trace: sum(map(len, trace.waves)))
+    full = launch if scale is not None else predict(longest, **figures)
+    return Modelled(artifact.name, launch, full, loaded * factor, longest, registers, artifact.lds_bytes)
 
 
 def model_call(target: str, call: Callable[[], object], *, hbm_share: float | None = None) -> list[Modelled]:
@@ -177,8 +195,10 @@ def model_peer(path: Path) -> Modelled:
         OSError, UnicodeDecodeError: the file cannot be read.
         ValueError, EmulatorError: it holds no kernel with a loop.
     """
-    prediction = predict(trace_text(load_program(path.read_text())), lds_bytes=0)
-    return Modelled(f"{path.name}: {prediction.kernel}", prediction, prediction, 0.0)
+    trace = trace_text(load_program(path.read_text()))
+    prediction = predict(trace, lds_bytes=0)
+    name = f"{path.name}: {prediction.kernel}"
+    return Modelled(name, prediction, prediction, 0.0, trace, trace.program.vgprs, 0)
 
 
 def main_kernel(modelled: Sequence[Modelled]) -> Modelled:

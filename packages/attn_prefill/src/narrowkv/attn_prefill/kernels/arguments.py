@@ -221,6 +221,7 @@ class Rules(NamedTuple):
         int64_offsets: element offsets in the cache need 64 bits.
         nvidia: whether the target is one of NVIDIA's.
         native: no kernel here multiplies FP4 as it is stored; see the rules of decode.
+        order: see `program_on_its_xcd`; an `XcdOrder`, or None.
     """
 
     compute: Any
@@ -246,6 +247,7 @@ class Rules(NamedTuple):
     native: bool = False
     lazy: bool = False
     prefetch: str = ""
+    order: Any = None
 
 
 class Widened(NamedTuple):

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna3, cdna4, 
 
 from narrowkv.attn_prefill.kernels import dense, rows
 from narrowkv.paged_cache.kernels import pages, queries
-from narrowkv.runtime.attention import masks, results, softmax
+from narrowkv.runtime.attention import masks, results, softmax, xcds
 from narrowkv.runtime.launch.gluon import in_gluon
 
 async_copy = cdna4.async_copy
@@ -25,6 +25,7 @@ times_head_descale = in_gluon(pages.times_head_descale)
 as_fp8 = in_gluon(queries.as_fp8)
 key_range = in_gluon(masks.key_range)
 masked_scores = in_gluon(dense.masked_scores)
+program_on_its_xcd = in_gluon(xcds.program_on_its_xcd)
 multiply_values = in_gluon(softmax.multiply_values)
 softmax_step = in_gluon(softmax.softmax_step)
 write_rows = in_gluon(results.write_rows)
@@ -287,7 +288,7 @@ def _cdna_prefill_kernel(
     It serves calls without soft caps, splits, rotation, a second term of Q, and factors of single keys.
     """
     NUM_HEADS: gl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
-    pid = gl.program_id(0)
+    pid = program_on_its_xcd(gl.program_id(0), gl.num_programs(0), RULES.order)
     kv_head = pid % SIZES.num_kv_heads
     tile = scheduled_tile(scratch.schedule, pid // SIZES.num_kv_heads)
     seq, kv_len, before = tile.seq, tile.kv_len, tile.before

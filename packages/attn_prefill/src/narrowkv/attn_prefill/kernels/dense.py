@@ -22,6 +22,7 @@ from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, apply_value_factors
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
 from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, multiply_values, softmax_step
+from narrowkv.runtime.attention.xcds import program_on_its_xcd
 
 
 @triton.jit
@@ -221,7 +222,7 @@ def _dense_prefill_kernel(
         SIZES, RULES, WIDENED, BLOCKS: `Sizes`, `Rules`, `Widened`, `Blocks`.
     """
     NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
-    pid = tl.program_id(0)
+    pid = program_on_its_xcd(tl.program_id(0), tl.num_programs(0), RULES.order)
     kv_head = pid % SIZES.num_kv_heads
     tile = scheduled_tile(scratch.schedule, pid // SIZES.num_kv_heads)
     seq, kv_len, before = tile.seq, tile.kv_len, tile.before

@@ -39,6 +39,7 @@ from narrowkv.quant.device import join_parts
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
 from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, multiply_values
+from narrowkv.runtime.attention.xcds import program_on_its_xcd
 
 
 @triton.jit
@@ -175,7 +176,7 @@ def _fused_prefill_kernel(
         table.page_ids, table.row if SIZES.ragged else table_row, table.lens, num_ids, table.num_pages,
         max_pages, *table[6:9],
     )  # fmt: skip
-    pid = tl.program_id(0)
+    pid = program_on_its_xcd(tl.program_id(0), tl.num_programs(0), RULES.order)
     kv_head = pid % SIZES.num_kv_heads
     if RULES.shares:
         share = find_share(

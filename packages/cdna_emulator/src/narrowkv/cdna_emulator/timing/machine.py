@@ -47,6 +47,11 @@ class Machine:
         memory_latency: clocks of a load that misses the vector cache and that L2 serves, under load.
         hbm_latency: the same where HBM serves it.
         l2: bytes a clock from L2 to one compute unit.
+        xcds: dies that the compute units are spread over; workgroup n of a launch runs on die n % xcds.
+        l2_bytes: size of L2, of which each die has one.
+        mall_bytes: size of the Infinity Cache between L2 and HBM, which all dies share.
+        mall_bytes_per_s: its bandwidth.
+        mall_latency: as `memory_latency`, of a load that the Infinity Cache serves.
         hbm_bytes_per_s: the HBM bandwidth that streaming kernels reach.
         clock_idle: GHz with idle matrix units.
         clock_slope: GHz that the clock loses when all matrix units are busy; it falls in proportion.
@@ -83,6 +88,11 @@ class Machine:
     memory_latency: int
     hbm_latency: int
     l2: int
+    xcds: int
+    l2_bytes: int
+    mall_bytes: int
+    mall_bytes_per_s: float
+    mall_latency: int
     hbm_bytes_per_s: float
     clock_idle: float
     clock_slope: float
@@ -107,7 +117,8 @@ _COMMON = {
     "multiply": 16, "branch": 16, "barrier": 16, "scalar_load": 200, "lds_latency": 64, "lds_queue": 8,
     "l1": 64, "l1_bytes": 32 * 1024, "l1_line": 128, "in_flight": 44 * 1024,
     "memory_latency": 1000, "hbm_latency": 1500,
-    "l2": 64,
+    "l2": 64, "xcds": 8, "l2_bytes": 4 * 2**20,
+    "mall_bytes": 256 * 2**20, "mall_bytes_per_s": 11_900_000_000_000, "mall_latency": 1330,
 }  # fmt: skip
 
 MACHINES: Mapping[str, Machine] = MappingProxyType({
@@ -146,7 +157,10 @@ SOURCES = {
     "lds_write": "S, G", "lds_return": "G (one wave alone: 8 clocks for 1024 bytes)", "lds_latency": "P, G",
     "lds_queue": "G", "l1": "G", "l1_bytes": "I", "l1_line": "I", "in_flight": "G", "memory_latency": "G",
     "hbm_latency": "F (row 14)",
-    "l2": "I", "hbm_bytes_per_s": "G (best streams)", "clock_idle": "F", "clock_slope": "F",
+    "l2": "I", "xcds": "I", "l2_bytes": "I", "mall_bytes": "I",
+    "mall_bytes_per_s": "C (MI300X; assumed for MI355X)",
+    "mall_latency": "C (idle latencies of L2, Infinity Cache and HBM, in proportion)",
+    "hbm_bytes_per_s": "G (best streams)", "clock_idle": "F", "clock_slope": "F",
     "clock_peak": "I",
 }  # fmt: skip
 """Source of each figure, by the letters of `SOURCE_NAMES`."""

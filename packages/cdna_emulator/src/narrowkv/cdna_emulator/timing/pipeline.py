@@ -5,8 +5,8 @@ each kind; the wave of the highest priority goes first, then the oldest. As in t
 for results at an s_waitcnt, and wait states are s_nop instructions in the code. A launch's workgroups that
 one compute unit holds at a time run together and share its LDS and cache.
 
-Not modelled: the instruction cache, sets of the vector cache, hits in L2 and in the cache behind it, the
-translation of addresses, and other compute units.
+Not modelled: the instruction cache, sets of the vector cache, the translation of addresses, and other compute
+units. The shares of loads that L2, the Infinity Cache and HBM serve are given; see `cache_shares`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from .machine import Machine
 from .trace import Op, Trace
 
-_UNITS = ("matrix", "vector ALU", "LDS", "vector cache", "memory")
+_UNITS = ("matrix", "vector ALU", "LDS", "vector cache", "Infinity Cache", "memory")
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,19 @@ class _Wave:
 class _Unit:
     """The state of the compute unit's shared parts: times from which each is free."""
 
-    def __init__(self, machine: Machine, hbm_share: float, units: int) -> None:
+    def __init__(self, machine: Machine, hbm_share: float, l2_misses: float, units: int) -> None:
         m = self.machine = machine
         self.valu = [0.0] * m.simds
         self.matrix = [0.0] * m.simds
         self.port = [0.0] * m.simds
         self.returns = [0.0] * (m.simds // 2)
         self.queues: list[deque[float]] = [deque() for _ in range(m.simds // 2)]
-        self.lds = self.cache = self.l2 = self.hbm = 0.0
+        self.lds = self.cache = self.l2 = self.mall = self.hbm = 0.0
         self.hbm_rate = m.hbm_bytes_per_s / units / m.clock(0.2)
-        self.hbm_share = hbm_share
-        self.latency = m.memory_latency + hbm_share * (m.hbm_latency - m.memory_latency)
+        self.mall_rate = m.mall_bytes_per_s / units / m.clock(0.2)
+        self.hbm_share, self.l2_misses = hbm_share, l2_misses
+        from_mall = (l2_misses - hbm_share) * (m.mall_latency - m.memory_latency)
+        self.latency = m.memory_latency + from_mall + hbm_share * (m.hbm_latency - m.memory_latency)
         self.lines: OrderedDict[int, float] = OrderedDict()
         self.flight: list[tuple[float, int]] = []
         self.flying = 0
@@ -150,7 +152,10 @@ class _Unit:
             fetched = size * self.hbm_share / self.hbm_rate
             self.hbm = max(self.hbm, start) + fetched
             self.use(now, "memory", fetched)
-            done = max(self.cache, self.l2, self.hbm) + self.latency
+            passed = size * self.l2_misses / self.mall_rate
+            self.mall = max(self.mall, start) + passed
+            self.use(now, "Infinity Cache", passed)
+            done = max(self.cache, self.l2, self.mall, self.hbm) + self.latency
             heapq.heappush(self.flight, (done, size))
             self.flying += size
         for line in op.lines:
@@ -169,8 +174,10 @@ class _Unit:
 class _Simulator:
     """Runs waves to their end."""
 
-    def __init__(self, trace: Trace, machine: Machine, workgroups: int, hbm_share: float, units: int) -> None:
-        self.machine, self.unit = machine, _Unit(machine, hbm_share, units)
+    def __init__(
+        self, trace: Trace, machine: Machine, workgroups: int, hbm_share: float, l2_misses: float, units: int
+    ) -> None:
+        self.machine, self.unit = machine, _Unit(machine, hbm_share, l2_misses, units)
         warps = len(trace.waves)
         self.waves = [
             _Wave(ops, group, (group * warps + k) % machine.simds)
@@ -362,8 +369,9 @@ def _one_pass(ops: tuple[Op, ...]) -> tuple[Op, ...]:
 
 
 def simulate(
-    trace: Trace, machine: Machine, *, workgroups: int = 1, hbm_share: float = 1.0, units: int | None = None
-) -> Simulation:
+    trace: Trace, machine: Machine, *, workgroups: int = 1, hbm_share: float = 1.0,
+    l2_misses: float | None = None, units: int | None = None,
+) -> Simulation:  # fmt: skip
     """Run the workgroups that a compute unit holds at a time.
 
     Args:
@@ -371,9 +379,11 @@ def simulate(
         machine: where.
         workgroups: how many run together.
         hbm_share: share of the bytes that miss the vector cache that come from HBM rather than from a cache.
+        l2_misses: share of them that come from the Infinity Cache or from HBM. Default: ``hbm_share``.
         units: compute units that share HBM. Default: all of the machine's.
     """
-    simulator = _Simulator(trace, machine, workgroups, hbm_share, units or machine.compute_units)
+    misses = hbm_share if l2_misses is None else max(l2_misses, hbm_share)
+    simulator = _Simulator(trace, machine, workgroups, hbm_share, misses, units or machine.compute_units)
     simulator.run()
     busy = dict.fromkeys(_UNITS, 0.0)
     for _, unit, used in simulator.unit.log:

@@ -108,6 +108,7 @@ def predict(
     passes: float | None = None,
     pass_factor: float = 1.0,
     hbm_share: float = 1.0,
+    l2_misses: float | None = None,
     workgroups_per_unit: int | None = None,
     machine: Machine | None = None,
 ) -> Prediction:
@@ -124,6 +125,8 @@ def predict(
         pass_factor: see ``passes``; for a trace of a call with fewer keys than the launch to predict.
         hbm_share: share of the bytes that miss the vector cache that come from HBM, not from L2: 1 where
             every workgroup reads its own, near 0 where many read the same at the same time.
+        l2_misses: share of them that come from the Infinity Cache or from HBM, see `cache_shares`. Default:
+            ``hbm_share``.
         workgroups_per_unit: overrides what registers and LDS allow.
         machine: overrides the figures of the program's target.
 
@@ -153,7 +156,7 @@ def predict(
     alike = Survey((Share(trace),), np.zeros(workgroups, np.int64))
     return predict_launch(
         alike, registers=registers, lds_bytes=lds_bytes, passes=passes, pass_factor=pass_factor,
-        hbm_share=hbm_share, workgroups_per_unit=workgroups_per_unit, machine=machine,
+        hbm_share=hbm_share, l2_misses=l2_misses, workgroups_per_unit=workgroups_per_unit, machine=machine,
     )  # fmt: skip
 
 
@@ -166,18 +169,20 @@ def predict_launch(
     passes: float | None = None,
     pass_factor: float = 1.0,
     hbm_share: float = 1.0,
+    l2_misses: float | None = None,
     workgroups_per_unit: int | None = None,
     machine: Machine | None = None,
 ) -> Prediction:
     """Predict a launch whose workgroups do not all do the same.
 
-    A compute unit takes the next workgroup of the launch when one of those it holds ends. The loop and the
-    bound are those of the share that takes most of the time.
+    XCDs take workgroups in turns, and a compute unit the next one of its XCD when one of those it holds ends.
+    The loop and the bound are those of the share that takes most of the time.
 
     Args:
         surveyed: from `survey`.
         workgroup_factor: how many times as many workgroups the launch has, in the same shares.
-        registers, lds_bytes, passes, pass_factor, hbm_share, workgroups_per_unit, machine: as for `predict`.
+        registers, lds_bytes, passes, pass_factor, hbm_share, l2_misses, workgroups_per_unit, machine: as for
+            `predict`.
 
     Raises:
         IdleTraceError: no workgroup works.
@@ -195,8 +200,9 @@ def predict_launch(
     )  # fmt: skip
     units = machine.compute_units
     resident = max(min(most, -(-working // units)), 1)
+    caches = (hbm_share, l2_misses)
     spans = [
-        _span(share.trace, machine, resident, hbm_share, min(working, units), passes, pass_factor)
+        _span(share.trace, machine, resident, caches, min(working, units), passes, pass_factor)
         for share in surveyed.shares
     ]
     count = len(surveyed.classes)
@@ -204,7 +210,7 @@ def predict_launch(
     clocks = np.array([span.clocks for span in spans])[classes]
     time = np.bincount(classes, clocks, len(spans))
     main = spans[int(np.argmax(time))]
-    total = _until_the_last_ends(clocks, most * units)
+    total = until_the_last_ends(clocks, most * units, machine.xcds)
     share = float(np.array([span.matrix_share for span in spans]) @ time / time.sum())
     _check_peaks(program.kernel_name, surveyed, workgroup_factor, total, machine)
     hz = machine.clock(min(share, 1.0))
@@ -227,10 +233,13 @@ class _Span:
 
 
 def _span(
-    trace: Trace, machine: Machine, resident: int, hbm_share: float, units: int, passes: float | None,
-    pass_factor: float,
+    trace: Trace, machine: Machine, resident: int, caches: tuple[float, float | None], units: int,
+    passes: float | None, pass_factor: float,
 ) -> _Span:  # fmt: skip
-    result = simulate(trace, machine, workgroups=resident, hbm_share=hbm_share, units=units)
+    hbm_share, l2_misses = caches
+    result = simulate(
+        trace, machine, workgroups=resident, hbm_share=hbm_share, l2_misses=l2_misses, units=units
+    )
     clocks, flops, loop = result.clocks, result.flops / resident, result.loop
     if loop is not None:
         passes = loop.passes * pass_factor if passes is None else passes
@@ -244,12 +253,23 @@ def _span(
     return _Span(clocks, flops, loop, busy["matrix"], _bound(busy, loop.stalls if loop is not None else {}))
 
 
-def _until_the_last_ends(clocks: Array, slots: int) -> float:
-    """Clocks until every workgroup has ended, each in the place that is free first, in this order."""
-    ends = [0.0] * min(slots, len(clocks))
-    for needed in clocks.tolist():
-        heapq.heapreplace(ends, ends[0] + needed)
-    return float(max(ends))
+def until_the_last_ends(clocks: Array, slots: int, xcds: int) -> float:
+    """Clocks until every workgroup of a launch has ended.
+
+    Args:
+        clocks: of each workgroup, in the order of the launch.
+        slots: workgroups that the chip holds at a time.
+        xcds: dies that it is made of. Workgroup n goes to die n % xcds, whether others are idle or not, and
+            there to the place that is free first.
+    """
+    latest = 0.0
+    for die in range(min(xcds, len(clocks))):
+        own = clocks[die::xcds]
+        ends = [0.0] * min(max(slots // xcds, 1), len(own))
+        for needed in own.tolist():
+            heapq.heapreplace(ends, ends[0] + needed)
+        latest = max(latest, *ends)
+    return latest
 
 
 def _check_peaks(kernel: str, surveyed: Survey, factor: float, clocks: float, machine: Machine) -> None:

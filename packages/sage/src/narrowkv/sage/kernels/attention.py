@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.runtime.attention.masks import key_range, visible_keys
+from narrowkv.runtime.attention.xcds import program_on_its_xcd
 from narrowkv.sage.kernels.quantise import SIZES
 from narrowkv.sage.kernels.sequences import (
     ALIGN,
@@ -73,6 +74,7 @@ class Call(NamedTuple):
     LOG2_P: log2 of the factor of P. TWO_LEVEL: P @ V of a tile is summed separately, then added in float32.
     TMA: K and V come by tensor descriptor. REREAD_Q: Q is not kept from the tiles without a mask for those
     with one. AHEAD: tiles without a mask are loaded to registers while the tile before is multiplied.
+    ORDER: `XcdOrder` of the query heads of a sequence, which go together then; or None.
     """
 
     RAGGED: Any
@@ -89,6 +91,7 @@ class Call(NamedTuple):
     AHEAD: Any
     BLOCK_M: Any
     BLOCK_N: Any
+    ORDER: Any = None
 
 
 @triton.jit
@@ -287,6 +290,7 @@ def _sage_attention_kernel(
     group = tl.program_id(0) // (together * tiles)
     within = tl.program_id(0) % (together * tiles)
     size = tl.minimum(together, items - group * together)
+    within = program_on_its_xcd(within, size * tiles, CALL.ORDER)
     # Programs that start last should have little left to do: under a causal mask, the first rows.
     tile = tiles - 1 - within // size
     item = group * together + within % size

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3, cdna4
 
 from narrowkv.quant.device import e8m0_to_fp32, widen
+from narrowkv.runtime.attention import xcds
 from narrowkv.runtime.attention.softmax import headroom, natural_lse, output_factor, softmax_step
 from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
 from narrowkv.runtime.targets import Target
@@ -31,6 +32,7 @@ from narrowkv.sparse_fp8.kernels.rows import (
 
 async_copy = cdna4.async_copy
 _widen = in_gluon(widen)
+program_on_its_xcd = in_gluon(xcds.program_on_its_xcd)
 
 
 class CdnaCall(NamedTuple):
@@ -65,6 +67,7 @@ class CdnaCall(NamedTuple):
     VALUES: Any
     COLUMN_BITS: Any
     LATE_SUM: Any
+    ORDER: Any
 
 
 # Rows in LDS are padded by 16 elements against bank conflicts.
@@ -106,6 +109,7 @@ def cdna_call(call: Call, config: SparseConfig, target: Target) -> CdnaCall:
         VALUES=values,
         COLUMN_BITS=column_bits,
         LATE_SUM=TRITON >= (3, 9) or not gfx950 or call.SPLIT,
+        ORDER=call.ORDER,
     )  # fmt: skip
 
 
@@ -277,8 +281,9 @@ def _sparse_cdna_kernel(
     Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source.
     """
     HEAD_BLOCKS: gl.constexpr = (CALL.NUM_HEADS + CALL.BLOCK_H - 1) // CALL.BLOCK_H
-    token = gl.program_id(0) // HEAD_BLOCKS
-    first_head = (gl.program_id(0) % HEAD_BLOCKS) * CALL.BLOCK_H
+    number = program_on_its_xcd(gl.program_id(0), gl.num_programs(0), CALL.ORDER)
+    token = number // HEAD_BLOCKS
+    first_head = (number % HEAD_BLOCKS) * CALL.BLOCK_H
     split = gl.program_id(1)
     token_64 = token.to(gl.int64)
     heads = first_head + gl.arange(0, CALL.BLOCK_H, gl.SliceLayout(1, CALL.QUERY))

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.runtime.attention.softmax import headroom, softmax_step
+from narrowkv.runtime.attention.xcds import program_on_its_xcd
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
     places_of_split,
@@ -195,8 +196,9 @@ def _sparse_fused_kernel(
     Grid: tokens times blocks of heads, splits. QUERY, PREFIX, EXTEND: `Stored`, or None for no source.
     """
     HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + TILES.BLOCK_H - 1) // TILES.BLOCK_H
-    token = tl.program_id(0) // HEAD_BLOCKS
-    heads = (tl.program_id(0) % HEAD_BLOCKS) * TILES.BLOCK_H + tl.arange(0, TILES.BLOCK_H)
+    number = program_on_its_xcd(tl.program_id(0), tl.num_programs(0), CALL.ORDER)
+    token = number // HEAD_BLOCKS
+    heads = (number % HEAD_BLOCKS) * TILES.BLOCK_H + tl.arange(0, TILES.BLOCK_H)
     mask = heads < CALL.NUM_HEADS
     if CALL.INT64_HEADS:
         heads = heads.to(tl.int64)

@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
     NUM_HEADS: heads of a token; over a page table the rows of Q of a sequence, see `PagedForm`.
     INT64_HEADS: offsets of heads are computed in int64. HEAD_DIM: columns of Q and K; V has 512.
-    PAGES: `PagedForm` if a page table names the rows, None if index lists do.
+    PAGES: `PagedForm` if a page table names the rows, None if index lists do. ORDER: `XcdOrder`, or None.
     """
 
     NUM_HEADS: Any
@@ -49,6 +49,7 @@ class Call(NamedTuple):
     INT64_HEADS: Any
     HEAD_DIM: Any
     PAGES: Any = None
+    ORDER: Any = None
 
 
 class Tiles(NamedTuple):
