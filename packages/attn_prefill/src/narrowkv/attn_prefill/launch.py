@@ -32,7 +32,7 @@ from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES
 from narrowkv.attn_prefill.kernels.widen import _widen_kernel
 from narrowkv.attn_prefill.memory import (
-    Memory,
+    LaunchMemory,
     MemorySizes,
     allocated,
     append_blocks,
@@ -125,7 +125,7 @@ class Route(NamedTuple):
     divides: bool
     sizes: dict[str, int]
     p_scale: float
-    memory: Memory | MemorySizes
+    memory: LaunchMemory | MemorySizes
 
     @property
     def kernels(self) -> list[BoundLaunch]:

@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     q_descale: Any = None
 
 
-class Workspace(NamedTuple):
+class PartialResults(NamedTuple):
     """Partial results of splits, and how many of them have arrived."""
 
     acc: Any

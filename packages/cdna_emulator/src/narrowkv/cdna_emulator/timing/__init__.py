@@ -2,13 +2,30 @@
 
 from .errors import IdleTraceError, ModelError, PeakError
 from .machine import MACHINES, SOURCE_NAMES, SOURCES, Machine
-from .pipeline import Loop, Simulation, simulate
+from .pipeline import Simulation, SteadyLoop, simulate
 from .report import Prediction, predict, predict_launch
-from .survey import Share, Survey, survey
-from .trace import Op, Trace, trace_text, trace_workgroup
+from .survey import Survey, WorkgroupClass, survey
+from .trace import Trace, TracedInstruction, trace_text, trace_workgroup
 
 __all__ = [
-    "MACHINES", "SOURCES", "SOURCE_NAMES", "IdleTraceError", "Loop", "Machine", "ModelError", "Op",
-    "PeakError", "Prediction", "Share", "Simulation", "Survey", "Trace", "predict", "predict_launch",
-    "simulate", "survey", "trace_text", "trace_workgroup",
+    "MACHINES",
+    "SOURCES",
+    "SOURCE_NAMES",
+    "IdleTraceError",
+    "Machine",
+    "ModelError",
+    "PeakError",
+    "Prediction",
+    "Simulation",
+    "SteadyLoop",
+    "Survey",
+    "Trace",
+    "TracedInstruction",
+    "WorkgroupClass",
+    "predict",
+    "predict_launch",
+    "simulate",
+    "survey",
+    "trace_text",
+    "trace_workgroup",
 ]  # fmt: skip
