@@ -403,7 +403,7 @@ def check_keywords(operation: str, given: Iterable[str], known: Collection[str])
             raise TypeError(f"{operation}() got an unexpected keyword argument {name!r}")
 
 
-def with_defaults(function: str, given: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def with_defaults(function: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a call to `function`, with `defaults` for those not given; refuses unknown ones."""
     found = {**defaults, **given}
     if len(found) > len(defaults):
