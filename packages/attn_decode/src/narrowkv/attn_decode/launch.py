@@ -144,7 +144,7 @@ def constants_of(
             lse=lse,
             window_left=window_left,
             int64_offsets=bound.int64_offsets,
-            stages=transform.stages(shape.head_dim),
+            butterflies=transform.butterflies(shape.head_dim),
             # H100, B64 ctx8192, with and without: two tokens at ratio 4, MX 264 and 316 us; four tokens at
             # ratio 12, which are tiles of 64 rows, NVFP4 651 and 505 us.
             lazy=config.block_m < 64

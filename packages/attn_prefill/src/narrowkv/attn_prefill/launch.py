@@ -215,7 +215,7 @@ class _Maker:
         if self.appends:
             kernel = _prefill_append_kernel
             constants["STORING"] = storing = self.traits.storing
-            size = _ROTATED_TOKENS if storing is not None and storing.stages else config.scratch_block
+            size = _ROTATED_TOKENS if storing is not None and storing.butterflies else config.scratch_block
             blocks = blocks._replace(s=size)
             num_blocks = append_blocks(shape, size) if config.stores else 0
             programs *= config.num_splits if divides else 1

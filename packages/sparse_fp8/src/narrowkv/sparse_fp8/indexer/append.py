@@ -103,7 +103,7 @@ def _kernel(stored: IndexKeysFormat, rotary: int, neox: bool, hadamard: bool, po
         HEAD_DIM=stored.head_dim,
         ROTARY=rotary,
         NEOX=neox,
-        STAGES=stored.head_dim.bit_length() - 1 if hadamard else 0,
+        BUTTERFLIES=stored.head_dim.bit_length() - 1 if hadamard else 0,
         POW2=pow2,
         FORMAT=stored.format,
         MAX=get_format(stored.format).max_value,
