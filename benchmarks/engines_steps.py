@@ -82,7 +82,7 @@ class Model:
     """Tensors of a layer's attention, for steps of up to the largest."""
 
     def __init__(self, heads: str, largest: Sizes, device: str, vllm: str | None) -> None:
-        made = traffic.Step(MODELS[heads], "", largest.q_lens, largest.lens, capacity=CAPACITY)
+        made = traffic.LayerStep(MODELS[heads], "", largest.q_lens, largest.lens, capacity=CAPACITY)
         self.heads, self.device = heads, device
         if device == "cuda":
             inputs = TrafficBench(device=device).inputs(made)

@@ -39,7 +39,7 @@ from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.bench.traffic import Run, StepInputs, TrafficBench
 from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.machine import versions
-from narrowkv.testing.traffic import Step
+from narrowkv.testing.traffic import LayerStep
 
 SHIPPED = "shipped"
 GLM, LLAMA, TP8, QWEN, D64, D256 = (
@@ -93,7 +93,7 @@ class Line:
 
     name: str
     goal: str
-    step: Step | SparseSizes | SageSizes
+    step: LayerStep | SparseSizes | SageSizes
     choices: tuple[Choice, ...] = ()
 
 
@@ -157,22 +157,22 @@ _SPECULATIVE: dict[int, tuple[Choice, ...]] = {
 }  # fmt: skip
 
 
-def _decode(model: str, batch: int, keys: int, fmt: str = FP8, q_len: int = 1, **more: Any) -> Step:
-    return Step(model, "decode", (q_len,) * batch, (keys,) * batch, fmt, **more)
+def _decode(model: str, batch: int, keys: int, fmt: str = FP8, q_len: int = 1, **more: Any) -> LayerStep:
+    return LayerStep(model, "decode", (q_len,) * batch, (keys,) * batch, fmt, **more)
 
 
-def _chunk(model: str, new: int, old: int, fmt: str = FP8, batch: int = 1) -> Step:
-    return Step(model, "prefill", (new,) * batch, (new + old,) * batch, fmt)
+def _chunk(model: str, new: int, old: int, fmt: str = FP8, batch: int = 1) -> LayerStep:
+    return LayerStep(model, "prefill", (new,) * batch, (new + old,) * batch, fmt)
 
 
-def _mixed(model: str, fmt: str = FP8) -> Step:
+def _mixed(model: str, fmt: str = FP8) -> LayerStep:
     draw = random.Random("60 decodes")
     olds = [min(max(round(draw.lognormvariate(math.log(2000), 1.2)), 100), 60_000) for _ in range(60)]
-    return Step(model, "mixed", (1,) * 60 + (512,) * 4, (*(n + 1 for n in olds), *(4608,) * 4), fmt)
+    return LayerStep(model, "mixed", (1,) * 60 + (512,) * 4, (*(n + 1 for n in olds), *(4608,) * 4), fmt)
 
 
-def _ragged(model: str, lens: Sequence[int]) -> Step:
-    return Step(model, "ragged", (1,) * len(lens), tuple(lens), FP8)
+def _ragged(model: str, lens: Sequence[int]) -> LayerStep:
+    return LayerStep(model, "ragged", (1,) * len(lens), tuple(lens), FP8)
 
 
 def _lognormal(batch: int) -> list[int]:
@@ -309,7 +309,7 @@ class Calls:
         else:
             yield from self._of_step(step, line.choices)
 
-    def _of_step(self, step: Step, choices: Sequence[Choice]) -> Iterator[tuple[str, Call]]:
+    def _of_step(self, step: LayerStep, choices: Sequence[Choice]) -> Iterator[tuple[str, Call]]:
         by_kind: dict[bool, _Checked] = {}
         for label, method, forced, tile in choices:
             if self._wanted == SHIPPED and SHIPPED not in label and method != "two_calls":
@@ -400,7 +400,7 @@ def rehearse(calls: Calls, chosen: Sequence[Line]) -> int:
     """Checks smaller steps on a CPU; 1 if one is wrong."""
     wrong = 0
     for line in chosen:
-        if isinstance(line.step, Step):
+        if isinstance(line.step, LayerStep):
             for label, call in calls.of(replace(line, step=line.step.rehearsal())):
                 row = check(call, {})
                 print(f"{line.name}: {label}: {row.status} {row.relative_l1:.2g}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from narrowkv.cdna_emulator.matrix import Shape
+from narrowkv.cdna_emulator.matrix import MatrixShape
 from narrowkv.cdna_emulator.timing.machine import MACHINES, Machine
 from narrowkv.cdna_emulator.wait_states import matrix_clocks
 
@@ -755,7 +755,7 @@ def measured_goals_table() -> str:
 
 def _matrix_clocks(machine: Machine, element: str, depth: int) -> str:
     """Clocks of the two tiles of a type; `depth` is that over the least one."""
-    shapes = [Shape("f32", edge, edge, depth * 256 // edge, 1, element, element) for edge in (16, 32)]
+    shapes = [MatrixShape("f32", edge, edge, depth * 256 // edge, 1, element, element) for edge in (16, 32)]
     return "; ".join(f"{s.m}x{s.n}x{s.k}: {matrix_clocks(s, machine.name)}" for s in shapes)
 
 

@@ -128,7 +128,7 @@ def _cache_of_one_page(
 
 
 def planned(case: Any, operation: str, of: str, device: str) -> Any:
-    """The plan of a case, from shapes and lengths alone: all pages of its table are the first of a small cache.
+    """The plan of a case, from shapes and lengths: every page of its table is the first of a small cache.
 
     Raises:
         UnsupportedError, ValueError: the case is refused.
@@ -144,8 +144,13 @@ def planned(case: Any, operation: str, of: str, device: str) -> Any:
         table = PageTable.from_block_table(pages, lens, page_size=case.page_size)
         return DecodeInputs(q, cache, table).plan()
     new = torch.tensor(case.q_lens, **integers)
-    lengths = {"cached_lens": lens - new} if operation == "append" else {"seq_lens": lens}
-    table = PageTable.from_block_table(pages, page_size=case.page_size, **lengths)
+    appends = operation == "append"
+    table = PageTable.from_block_table(
+        pages,
+        None if appends else lens,
+        cached_lens=lens - new if appends else None,
+        page_size=case.page_size,
+    )
     starts = torch.tensor([0, *case.q_lens], **integers).cumsum(0, dtype=torch.int32)
     return PrefillInputs(case, q, cache, table, starts, {}).plan()
 

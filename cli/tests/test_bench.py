@@ -91,8 +91,8 @@ def test_environment_names_no_gpu_where_there_is_none() -> None:
     assert gpus() == []
 
 
-STEP = traffic.Step("llama-70b-tp8", "mixed", (1, 1, 20), (30, 9, 40))
-ALIKE = traffic.Step("llama-70b-tp8", "speculative", (2, 2), (30, 9), capacity=64)
+STEP = traffic.LayerStep("llama-70b-tp8", "mixed", (1, 1, 20), (30, 9, 40))
+ALIKE = traffic.LayerStep("llama-70b-tp8", "speculative", (2, 2), (30, 9), capacity=64)
 
 
 @pytest.fixture

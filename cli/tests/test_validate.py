@@ -15,7 +15,7 @@ from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs, one_at_a_tim
 from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseCall
-from narrowkv.testing.format_errors import Sizes
+from narrowkv.testing.format_errors import InputSizes
 from narrowkv.testing.places import find_place
 
 CPU = "--on cpu --jobs 1"
@@ -133,7 +133,7 @@ def test_the_sweep_of_sage_covers_the_contract() -> None:
 def test_a_goal_of_formats_that_is_missed_fails_at_its_own_sizes_alone(
     sizes: str, judged: bool, ends: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, small = format_errors.make_inputs, Sizes(batch=1, context=48)
+    right, small = format_errors.make_inputs, InputSizes(batch=1, context=48)
     monkeypatch.setattr(format_errors, "make_inputs", lambda name, _, *rest: right(name, small, *rest))
     found = document(f"validate fp4 {CPU} {sizes}", ends=ends)["goals"][0]
     assert (found["judged"], found["pass"]) == (judged, False)

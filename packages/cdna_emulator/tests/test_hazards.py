@@ -9,7 +9,7 @@ import pytest
 from emulator_machine import assembly, launch
 
 from narrowkv.cdna_emulator import HazardError, RaceError, ReleaseError, load_program
-from narrowkv.cdna_emulator.hazards import HazardModel, State, wait_counts
+from narrowkv.cdna_emulator.hazards import HazardModel, InFlight, wait_counts
 from narrowkv.cdna_emulator.matrix import mfma_shape
 from narrowkv.cdna_emulator.parser import parse_instruction
 from narrowkv.cdna_emulator.wait_states import matrix_clocks
@@ -272,7 +272,7 @@ def test_states_of_a_block_are_found_once() -> None:
     model = HazardModel(program)
     passage = model.passage(0, 0)
     assert passage is model.passage(0, 0)
-    assert model.state(passage.state) == State(vector=(0,), local=(), recent=((1, 1),))
+    assert model.state(passage.state) == InFlight(vector=(0,), local=(), recent=((1, 1),))
 
 
 @pytest.mark.parametrize(

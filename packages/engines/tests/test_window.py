@@ -14,11 +14,11 @@ from narrowkv.engines.transformers.layers import LAYER_TAG
 from narrowkv.engines.transformers.window import Window
 from narrowkv.paged_cache import PageTable
 from narrowkv.quant import Calibration, LayerCalibration, hadamard, relative_l1
-from narrowkv.testing.accuracy.recipes import Side
+from narrowkv.testing.accuracy.recipes import StoredSide
 
 FIRST, RECENT, PAD = 2, 3, 2
 CHUNKS = (6, 1, 1, 2)
-NEAR, FAR = Side("fp8_e4m3fn", "fp32"), Side("fp4_e2m1", "e4m3")
+NEAR, FAR = StoredSide("fp8_e4m3fn", "fp32"), StoredSide("fp4_e2m1", "e4m3")
 FORMAT = {"format": "fp4_e2m1", "scale_format": "e4m3"}
 
 

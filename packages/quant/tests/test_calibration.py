@@ -52,7 +52,8 @@ def test_a_key_transform_is_the_calibration_without_what_changes_nothing() -> No
     transform = layer.key_transform()
     assert torch.equal(transform.keys(k), layer.keys(k))
     assert torch.equal(transform.queries(q), layer.queries(q))
-    assert (transform.stages(96), transform.stages(128), KeyTransform(rotated=False).stages(128)) == (5, 7, 0)
+    assert (transform.butterflies(96), transform.butterflies(128)) == (5, 7)
+    assert KeyTransform(rotated=False).butterflies(128) == 0
     (plain,) = calibrate([(q, k, v)], offset=False, balance_k=False, rotate=False).layers
     assert vars(plain.key_transform()) == {"offset": None, "balance": None, "rotated": False}
 

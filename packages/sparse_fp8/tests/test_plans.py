@@ -19,6 +19,14 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill,
     sparse_prefill_fp8,
 )
+from narrowkv.sparse_fp8.options import (
+    KEYWORDS,
+    LatentArguments,
+    LatentOptions,
+    SparseArguments,
+    SparseDecodeOptions,
+    SparseFp8Options,
+)
 from narrowkv.testing.calls import LaunchRecorder, functions_entered
 from narrowkv.testing.cases.sparse import SparseCase, SparseInputs
 
@@ -126,3 +134,27 @@ def test_what_a_plan_is_not_for_is_refused(what: str) -> None:
     inputs = _inputs()
     with pytest.raises(ValueError, match=message):
         call(_plan(inputs, mode="16bit", max_num_tokens=6, max_indices=300), inputs)
+
+
+def test_options_are_the_keywords_of_the_arguments() -> None:
+    both = SparseFp8Options.__annotations__ | SparseDecodeOptions.__annotations__
+    assert both.keys() == SparseArguments._field_defaults.keys() - {"extend"}
+    assert LatentOptions.__annotations__.keys() == LatentArguments._field_defaults.keys()
+
+
+@pytest.mark.parametrize(
+    ("operation", "keyword"),
+    [
+        (sparse_prefill, "mode"),
+        (sparse_prefill_fp8, "num_splits"),
+        (sparse_decode, "mode"),
+        ("run", "sm_scale"),
+    ],
+)
+def test_a_keyword_of_another_operation_is_refused(operation: Any, keyword: str) -> None:
+    inputs = _inputs("packed584")
+    call, name = (_plan(inputs).run, "run") if operation == "run" else (operation, operation.__name__)
+    assert keyword in SparseArguments._fields
+    assert keyword not in KEYWORDS[name]
+    with pytest.raises(TypeError, match=f"{name}.. got an unexpected keyword argument '{keyword}'"):
+        call(inputs.q, inputs.prefix, inputs.extend, **{keyword: 1})

@@ -9,7 +9,7 @@ import torch
 
 from narrowkv.attn_decode import DecodeShape
 from narrowkv.context_parallel.buffers import Moves, allocate, exchange_bytes
-from narrowkv.context_parallel.exchange import Sizes, sent_bytes
+from narrowkv.context_parallel.exchange import ExchangeSizes, sent_bytes
 from narrowkv.context_parallel.layout import ShardLayout
 from narrowkv.context_parallel.plan import plan_cp_decode
 from narrowkv.context_parallel.ranks import run_ranks
@@ -62,11 +62,11 @@ def test_communication_grows_with_ranks_and_domains() -> None:
 def test_the_model_sends_the_bytes_that_a_plan_sends() -> None:
     for world in (2, 4, 8):
         predicted = predict(Setting(), world, 4096, 3, target="gfx942", link="xgmi4")
-        sizes = Sizes(world, 0, 3, 96, 128)
+        sizes = ExchangeSizes(world, 0, 3, 96, 128)
         queries = (world - 1) * 3 * 96 // world * 128 * 2
         assert predicted.sent_bytes == sent_bytes(sizes, torch.bfloat16, "a2a") + queries
     # What engines report of one token, eight ranks and 96 heads of 128 channels in bf16.
-    sent = sent_bytes(Sizes(8, 0, 1, 96, 128), torch.bfloat16, "a2a")
+    sent = sent_bytes(ExchangeSizes(8, 0, 1, 96, 128), torch.bfloat16, "a2a")
     assert 21_504 <= sent <= 21_504 * 1.15
 
 

@@ -16,7 +16,7 @@ from narrowkv.testing.operations.sparse import DECODE as SPARSE_DECODE
 from narrowkv.testing.operations.sparse import PREFILL_FP8 as SPARSE_FP8
 from narrowkv.testing.probing import PASS, Task, run_task
 from narrowkv.testing.samples import sample
-from narrowkv.testing.workgroups import Launch
+from narrowkv.testing.workgroups import SampledLaunch
 
 SPARSE = contract_sets()["dsv4-sparse"]
 
@@ -84,8 +84,9 @@ def test_a_sparse_contract_is_compiled_and_a_sample_of_it_emulated() -> None:
 
 
 def test_samples_of_a_split_sparse_call_fit_together() -> None:
-    assert list(sample(Launch("_sparse_fused_kernel", (6, 3, 1), {}))) == [(5, 0, 0), (5, 1, 0), (5, 2, 0)]
-    rows = list(sample(Launch("_merge_sparse_kernel", (96, 1, 1), {})))
+    found = list(sample(SampledLaunch("_sparse_fused_kernel", (6, 3, 1), {})))
+    assert found == [(5, 0, 0), (5, 1, 0), (5, 2, 0)]
+    rows = list(sample(SampledLaunch("_merge_sparse_kernel", (96, 1, 1), {})))
     assert rows[0] == (88, 0, 0)
     assert rows[-1] == (95, 0, 0)
     assert {"_sparse_16bit_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"} <= set(samples.listed())

@@ -21,13 +21,13 @@ from narrowkv.testing.format_errors import (
     MX_FLOOR,
     RECIPES,
     SETS,
-    Sizes,
+    InputSizes,
     attention,
     make_inputs,
     measure,
 )
 
-SMALL = Sizes(batch=1, context=48)
+SMALL = InputSizes(batch=1, context=48)
 I32 = torch.int32
 
 
@@ -37,7 +37,7 @@ def test_inputs_are_seeded_rounded_to_bf16_and_as_described() -> None:
         assert all(torch.equal(a, b) for a, b in zip(x, again, strict=True))
         assert all(torch.equal(a, a.bfloat16().float()) for a in x)
         assert not torch.equal(x.k, make_inputs(name, SMALL, 4).k)
-    mean = make_inputs("outlier", Sizes(), 0).k.mean((0, 1))
+    mean = make_inputs("outlier", InputSizes(), 0).k.mean((0, 1))
     assert mean[:126:21].round().tolist() == [12, -9, 7, -6, 5, -4]
     mean[:126:21] = 0
     assert float(mean.abs().max()) < 0.1
@@ -70,7 +70,7 @@ def test_every_recipe_is_measured_and_the_plain_one_has_no_error() -> None:
 def test_the_best_recipe_is_what_the_kernels_do_with_its_cache() -> None:
     """append with the offset and decode, corrected outside, give the table's numbers."""
     (recipe,) = (r for r in RECIPES if r.name == FP4_BEST)
-    x = make_inputs("outlier", Sizes(batch=1, context=64), 1)
+    x = make_inputs("outlier", InputSizes(batch=1, context=64), 1)
     k, v = x.k[0, :, None].contiguous(), x.v[0, :, None].contiguous()
     offset, scale = KOffset.from_keys(k), VScale.from_values(v)
     cache = PagedKVCache.empty(4, 16, 1, 128, format="fp4_e2m1", scale_group=32)
@@ -100,8 +100,10 @@ K8V4_GROUP = replace(NAMED["FP8"], name="k8v4", v=NAMED[FP4_OFFSET].v)
         pytest.param(K8V4_GROUP, 0.112, id="k8v4"),
     ],
 )
-def test_gaussian_figures_are_those_of_the_simulation(recipe: format_errors.Recipe, figure: float) -> None:
-    x = make_inputs("gaussian", Sizes(batch=2), 0)
+def test_gaussian_figures_are_those_of_the_simulation(
+    recipe: format_errors.StoredFormat, figure: float
+) -> None:
+    x = make_inputs("gaussian", InputSizes(batch=2), 0)
     assert relative_l1(recipe.attend(x, {}), attention(x)) == pytest.approx(figure, rel=0.06)
 
 
@@ -112,7 +114,7 @@ def test_goals_over_many_small_inputs() -> None:
     square = {recipe.name: 0.0 for recipe in recipes}
     l1 = dict(square)
     for seed in range(16):
-        x = make_inputs("outlier", Sizes(batch=4, context=2048), seed)
+        x = make_inputs("outlier", InputSizes(batch=4, context=2048), seed)
         kept: format_errors.Kept = {}
         for recipe in recipes:
             error = compare(recipe.attend(x, kept), attention(x))
@@ -125,6 +127,6 @@ def test_goals_over_many_small_inputs() -> None:
 
 @pytest.mark.slow
 def test_the_goals_are_reached_at_full_size() -> None:
-    errors = {e.recipe: e for e in measure(range(3), Sizes(), "cpu")}
+    errors = {e.recipe: e for e in measure(range(3), InputSizes(), "cpu")}
     for goal in GOALS:
         assert goal.reached(errors) >= goal.less_by, goal

@@ -25,11 +25,11 @@ from narrowkv.testing.checking import check_sample
 from narrowkv.testing.emulation import EmulateExecutor
 from narrowkv.testing.operations import OPERATIONS, families
 from narrowkv.testing.samples import a_few, sample
-from narrowkv.testing.workgroups import Launch, corners
+from narrowkv.testing.workgroups import SampledLaunch, corners
 
 
 def test_a_kernel_that_is_not_listed_runs_whole() -> None:
-    launch = Launch("_no_such_kernel", (2, 3, 2), {})
+    launch = SampledLaunch("_no_such_kernel", (2, 3, 2), {})
     assert sorted(sample(launch)) == [(x, y, z) for x in range(2) for y in range(3) for z in range(2)]
     assert launch.size == 12
 
@@ -42,14 +42,14 @@ def test_a_kernel_that_is_not_listed_runs_whole() -> None:
 def test_corners_are_first_middle_and_last_of_each_axis(
     grid: tuple[int, int, int], chosen: list[tuple[int, int, int]]
 ) -> None:
-    assert corners(Launch("any", grid, {})) == chosen
+    assert corners(SampledLaunch("any", grid, {})) == chosen
 
 
 def test_a_few_are_the_first_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {"listed": lambda launch: [(3, 0, 0), (1, 0, 0), (2, 0, 0)]}
     monkeypatch.setitem(OPERATIONS, "sage", replace(OPERATIONS["sage"], samples=chosen))
-    assert a_few(2)(Launch("listed", (4, 1, 1), {})) == [(3, 0, 0), (1, 0, 0)]
-    assert len(a_few(8)(Launch("listed", (4, 1, 1), {}))) == 3
+    assert a_few(2)(SampledLaunch("listed", (4, 1, 1), {})) == [(3, 0, 0), (1, 0, 0)]
+    assert len(a_few(8)(SampledLaunch("listed", (4, 1, 1), {}))) == 3
 
 
 def rows_of_a_sample(case: DecodeCase | PrefillCase) -> tuple[torch.Tensor, EmulateExecutor]:
@@ -111,7 +111,7 @@ class SampleExecutor:
         options: LaunchOptions,
     ) -> None:
         """Takes the sample, which must be a part of the grid."""
-        launch = Launch(kernel.__name__, (*grid, 1, 1)[:3], constexprs)
+        launch = SampledLaunch(kernel.__name__, (*grid, 1, 1)[:3], constexprs)
         first = a_few(3)(launch)
         assert first, launch
         for workgroup in first:

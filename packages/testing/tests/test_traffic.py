@@ -10,7 +10,7 @@ import torch
 from narrowkv.attn_prefill import batch_prefill_reference
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.bench.traffic import FORCED, ChoicesBench, TrafficBench
-from narrowkv.testing.traffic import LONGEST, MODELS, SHORTEST, TRAFFIC, Step, grid, serving_steps
+from narrowkv.testing.traffic import LONGEST, MODELS, SHORTEST, TRAFFIC, LayerStep, grid, serving_steps
 
 
 def test_the_same_seed_gives_the_same_lengths_whatever_else_is_asked_for() -> None:
@@ -46,7 +46,7 @@ def test_each_kind_of_step_has_the_new_tokens_that_it_is_named_after(traffic: st
 
 
 @pytest.mark.parametrize("step", [s for s in grid() if s.model == "glm-4.5"], ids=str)
-def test_a_rehearsal_keeps_the_kind_of_step(step: Step) -> None:
+def test_a_rehearsal_keeps_the_kind_of_step(step: LayerStep) -> None:
     small = step.rehearsal()
     assert 0 < len(small.lens) <= 4
     assert max(small.lens) < 3000
@@ -56,7 +56,7 @@ def test_a_rehearsal_keeps_the_kind_of_step(step: Step) -> None:
 
 @pytest.mark.parametrize("appends", [False, True])
 def test_the_expected_rows_are_those_of_the_reference(appends: bool) -> None:
-    step = Step("llama-70b-tp8", "mixed", (1, 40, 3), (30, 45, 9), "fp8_e4m3fn", appends=appends)
+    step = LayerStep("llama-70b-tp8", "mixed", (1, 40, 3), (30, 45, 9), "fp8_e4m3fn", appends=appends)
     inputs = TrafficBench(device="cpu").inputs(step)
     out = torch.empty_like(inputs.q)
     o = (inputs.prefill_append if appends else inputs.batch_prefill)(out)()
@@ -77,9 +77,9 @@ def test_every_forced_choice_gives_the_same_answer(monkeypatch: pytest.MonkeyPat
         few = tuple(forced for forced in choices if forced.get("num_splits") in (None, 4))
         monkeypatch.setitem(FORCED, name, few)
     for step in (
-        Step("llama-70b-tp8", "mixed", (1, 1, 20), (30, 9, 40)),
-        Step("llama-70b-tp8", "mixed", (1, 1, 20), (30, 9, 40), appends=True),
-        Step("llama-70b-tp8", "speculative", (2, 2), (30, 9), capacity=64),
+        LayerStep("llama-70b-tp8", "mixed", (1, 1, 20), (30, 9, 40)),
+        LayerStep("llama-70b-tp8", "mixed", (1, 1, 20), (30, 9, 40), appends=True),
+        LayerStep("llama-70b-tp8", "speculative", (2, 2), (30, 9), capacity=64),
     ):
         rows = ChoicesBench(device="cpu").rehearse(step)
         assert [row.detail for row in rows if row.status != "pass"] == []

@@ -117,6 +117,7 @@ def validate_fp4(
     if on is not None:
         one_of("--on", on, PLACES[:2])
     from narrowkv.cli.validate_fp4 import validate_fp4 as run
-    from narrowkv.testing.format_errors import Sizes
+    from narrowkv.testing.format_errors import InputSizes
 
-    return run(report, seeds=seeds, sizes=Sizes(batch=batch, context=context), on=on, jobs=number_of(jobs))
+    sizes = InputSizes(batch=batch, context=context)
+    return run(report, seeds=seeds, sizes=sizes, on=on, jobs=number_of(jobs))

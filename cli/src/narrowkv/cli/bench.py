@@ -26,7 +26,7 @@ from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
 from narrowkv.testing.machine import gpus, versions
 from narrowkv.testing.places import find_place
 from narrowkv.testing.records import number
-from narrowkv.testing.traffic import Step, rehearsals
+from narrowkv.testing.traffic import LayerStep, rehearsals
 
 Shape = TypeVar("Shape")
 
@@ -100,7 +100,7 @@ def bench(
     return report.finish(body, code, interrupted=interrupted, rows=records, plot=plot)
 
 
-def bench_traffic(steps: Sequence[Step], report: Report, *, samples: int, choices: bool) -> ExitCode:
+def bench_traffic(steps: Sequence[LayerStep], report: Report, *, samples: int, choices: bool) -> ExitCode:
     """Measures steps of a serving engine; without a GPU smaller ones are checked.
 
     Args:
@@ -119,7 +119,7 @@ def bench_traffic(steps: Sequence[Step], report: Report, *, samples: int, choice
     report.refuse("to a rehearsal", "plot")
     rows: list[Row] = []
 
-    def take(step: Step, found: tuple[Row, ...]) -> str:
+    def take(step: LayerStep, found: tuple[Row, ...]) -> str:
         rows.extend(found)
         return str(step)
 

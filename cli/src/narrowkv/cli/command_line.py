@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from narrowkv.cli.report import ExitCode, Outputs, Report, UnsupportedHereError, UsageError
+from narrowkv.cli.report import ExitCode, Report, ReportFiles, UnsupportedHereError, UsageError
 
 _File = Path | None
 _JSON = Annotated[
@@ -114,7 +114,7 @@ def command(
             typed = frozenset(name for name in (*values, *files) if _is_typed(ctx, name))
             for parameter, group in groups.items():
                 values[parameter] = group(**{f.name: values.pop(f.name) for f in fields(group)})
-            report = Report(title or name, as_json=as_json, files=Outputs(**paths), typed=typed)
+            report = Report(title or name, as_json=as_json, files=ReportFiles(**paths), typed=typed)
             raise typer.Exit(int(work(report, **values)))
 
         own = list(inspect.signature(work, eval_str=True).parameters.values())[1:]

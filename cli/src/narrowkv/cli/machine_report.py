@@ -8,7 +8,7 @@ from pathlib import Path
 from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable
 from narrowkv.testing.bench.comparison import markdown
 from narrowkv.testing.machine import describe
-from narrowkv.testing.machine_report import Step, commands, report_document, run_steps
+from narrowkv.testing.machine_report import ReportCommand, commands, report_document, run_steps
 
 _PROGRAM = (sys.executable, "-m", "narrowkv.cli")
 
@@ -33,7 +33,7 @@ def write_report(report: Report, *, folder: Path, minutes: float, quick: bool = 
     environment = describe()
     gpu = next(iter(environment["gpus"]), None)
     planned = commands(gpu and str(gpu["target"]), quick=quick)
-    steps: list[Step] = []
+    steps: list[ReportCommand] = []
     with report.progress(len(planned), "report") as line:
         for step in run_steps(_PROGRAM, planned, 60 * minutes):
             steps.append(step)

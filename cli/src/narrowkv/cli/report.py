@@ -100,7 +100,7 @@ def own_command() -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outputs:
+class ReportFiles:
     """The files of a command, each checked before its run.
 
     Attributes:
@@ -146,12 +146,12 @@ class Report:
         command: str,
         *,
         as_json: bool = False,
-        files: Outputs | None = None,
+        files: ReportFiles | None = None,
         typed: frozenset[str] = frozenset(),
     ) -> None:
         self.command = command
         self.as_json = as_json
-        self.files = files or Outputs()
+        self.files = files or ReportFiles()
         self.typed = typed
         self.err = _console(sys.stderr)
         self.human = self.err if as_json else _console(sys.stdout)

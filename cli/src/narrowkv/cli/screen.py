@@ -75,7 +75,7 @@ def _matrix(seen: ProbeRun, width: int) -> Iterator[Line]:
         for column in asked
     }
     # Columns that do not fit beside the others stand below them.
-    bands: list[list[summary.Column]] = [[]]
+    bands: list[list[summary.BackendColumn]] = [[]]
     used = labels
     for column in asked:
         if bands[-1] and used + _CELL_GAP + widths[column] > width:

@@ -11,14 +11,14 @@ from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.testing import format_errors
-from narrowkv.testing.format_errors import SETS, Errors, FormatError, Goal, Sizes, Task
+from narrowkv.testing.format_errors import SETS, Errors, ErrorTask, FormatError, Goal, InputSizes
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import find_place
 from narrowkv.testing.result_plots import plot_recipes
 
 
 def validate_fp4(
-    report: Report, *, seeds: int, sizes: Sizes, on: str | None = None, jobs: int = 1
+    report: Report, *, seeds: int, sizes: InputSizes, on: str | None = None, jobs: int = 1
 ) -> ExitCode:
     """Measures and shows the table; at the goals' sizes, compares it with the goals.
 
@@ -26,9 +26,9 @@ def validate_fp4(
     """
     place = find_place(on)
     tasks = format_errors.tasks(range(seeds), sizes, place.device)
-    found: dict[Task, Errors] = {}
+    found: dict[ErrorTask, Errors] = {}
 
-    def take(task: Task, errors: Errors) -> str:
+    def take(task: ErrorTask, errors: Errors) -> str:
         found[task] = errors
         return f"{task.inputs}, seed {task.seed}"
 
@@ -37,13 +37,13 @@ def validate_fp4(
     report.say("format error: attention on the stored cache against attention on the bf16 tensors, in fp32")
     report.say(f"{sizes}, mean of {seeds} seeds on {place.description}")
     report.show(_table(measured))
-    judged = sizes == Sizes() and seeds >= format_errors.GOAL_SEEDS
+    judged = sizes == InputSizes() and seeds >= format_errors.GOAL_SEEDS
     goals = []
     if len(found) == len(tasks):
         by_name = {error.recipe: error for error in measured}
         goals = [_goal(goal, goal.reached(by_name), report, judged) for goal in format_errors.GOALS]
         if not judged:
-            least = f"{Sizes()}, {format_errors.GOAL_SEEDS} seeds or more"
+            least = f"{InputSizes()}, {format_errors.GOAL_SEEDS} seeds or more"
             report.say(f"[yellow]goals do not decide here[/]: they are of {least}")
     body: dict[str, Any] = {
         "sizes": sizes,

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape
-from narrowkv.attn_decode.kernels import Blocks, Rows, Rules, Sizes, Workspace
+from narrowkv.attn_decode.kernels import Blocks, PartialResults, Rows, Rules, Sizes
 from narrowkv.paged_cache.binding import PTX8, BoundCache, Reading, ReadOptions, multiplied_parts
 from narrowkv.paged_cache.bound_table import BoundTable
 from narrowkv.paged_cache.kernels.pages import TableSteps
@@ -144,7 +144,7 @@ def constants_of(
             lse=lse,
             window_left=window_left,
             int64_offsets=bound.int64_offsets,
-            stages=transform.stages(shape.head_dim),
+            butterflies=transform.butterflies(shape.head_dim),
             # H100, B64 ctx8192, with and without: two tokens at ratio 4, MX 264 and 316 us; four tokens at
             # ratio 12, which are tiles of 64 rows, NVFP4 651 and 505 us.
             lazy=config.block_m < 64
@@ -165,10 +165,10 @@ def constants_of(
     }
 
 
-def allocated(ml_offset: int, counters: bool) -> Workspace:
+def allocated(ml_offset: int, counters: bool) -> PartialResults:
     """Partial results that each call allocates in one block, `ml` `ml_offset` bytes behind its beginning."""
     acc, ml = (Part(Arg("block"), offset, torch.float32) for offset in (0, ml_offset))
-    return Workspace(acc, ml, Arg("counters") if counters else None)
+    return PartialResults(acc, ml, Arg("counters") if counters else None)
 
 
 def launches_of(
@@ -176,7 +176,7 @@ def launches_of(
     merge: BoundLaunch | None,
     bound: BoundCache,
     table: BoundTable,
-    partial: Workspace,
+    partial: PartialResults,
     config: DecodeConfig,
     strides: tuple[int, int, int, int, int],
     grids: tuple[int, int],

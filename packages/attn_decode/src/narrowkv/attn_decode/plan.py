@@ -15,7 +15,7 @@ from narrowkv.attn_decode.checks import (
     fold_q_descale,
 )
 from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
-from narrowkv.attn_decode.kernels import Workspace, _merge_splits_kernel, _paged_decode_kernel
+from narrowkv.attn_decode.kernels import PartialResults, _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.attn_decode.launch import (
     NAMES,
     READING,
@@ -262,7 +262,7 @@ class DecodePlan(Plan):
         return bound
 
     def _blocks(self, batch: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Memory of partial results at this batch: `acc` and `ml` of `Workspace`."""
+        """Memory of partial results at this batch: `acc` and `ml` of `PartialResults`."""
         config, shape = self.config_for(batch), self.shape
         if config.split == "none" or batch == 0:
             return []
@@ -334,11 +334,11 @@ class DecodePlan(Plan):
         elif not config.merge_in_launch:
             counters = 1  # something to point at
         blocks = self._blocks(batch)
-        partial = Workspace(None, None, None)
+        partial = PartialResults(None, None, None)
         if self.workspace is not None and blocks:
             arrived = self.workspace.counters(counters) if counters else None
             acc, ml = self.workspace.carve(blocks)
-            partial = Workspace(acc, ml, arrived)
+            partial = PartialResults(acc, ml, arrived)
             blocks = []
         elif blocks:
             partial = allocated(block_bytes(blocks[:1]), counters > 0)

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypedDict
 import torch
 
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.runtime import errors
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -116,6 +117,4 @@ def check_keywords(operation: str, given: Iterable[str]) -> None:
     Raises:
         TypeError: as Python does.
     """
-    for name in given:
-        if name not in KEYWORDS[operation]:
-            raise TypeError(f"{operation}() got an unexpected keyword argument {name!r}")
+    errors.check_keywords(operation, given, KEYWORDS[operation])

@@ -84,5 +84,5 @@ def storing_constants(cache: PagedKVCache, exponent: str, rope: Rope | None) -> 
     """Constants of how new tokens are rotated and stored in this cache."""
     transform = cache.key_transform or KeyTransform(rotated=False)
     found = {**storage_constants(cache, exponent), **rope_constants(rope)}
-    found["STAGES"] = transform.stages(cache.head_dim)
+    found["BUTTERFLIES"] = transform.butterflies(cache.head_dim)
     return Storing(**{name: found[name.upper()] for name in Storing._fields})

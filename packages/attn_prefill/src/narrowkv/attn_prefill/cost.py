@@ -65,7 +65,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Work:
+class SequenceClass:
     """Sequences of a class.
 
     Attributes:
@@ -134,8 +134,9 @@ def row_bytes(shape: PrefillShape, formats: tuple[str, str]) -> float:
 
 
 def estimate(
-    target: Target, shape: PrefillShape, formats: tuple[str, str], kernel: str, work: Work, block_m: int = 64
-) -> Estimate:
+    target: Target, shape: PrefillShape, formats: tuple[str, str], kernel: str, work: SequenceClass,
+    block_m: int = 64,
+) -> Estimate:  # fmt: skip
     """Estimated microseconds of `kernel` for `work`; `shape` gives heads and head_dim."""
     rates = rates_of(target)
     heads = shape.num_kv_heads
@@ -174,7 +175,7 @@ def few_tokens(target: Target, shape: PrefillShape, formats: tuple[str, str], wi
     most = 0
     for tiles in range(1, 17):
         q_len = tiles * 64 // shape.gqa_ratio
-        work = Work(1, q_len, 1 << 16)
+        work = SequenceClass(1, q_len, 1 << 16)
         split = estimate(target, shape, formats, "split", work)
         other = estimate(target, shape, formats, widened, work)
         if split.us - split.launch_us > other.us - other.launch_us:
@@ -223,7 +224,7 @@ def few_classes(
 
 def _most_together(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
     """The most sequences of a call that one kernel serves together, because launches would take longer."""
-    one = estimate(target, shape, formats, widened, Work(1, 1, shape.max_seq_len))
+    one = estimate(target, shape, formats, widened, SequenceClass(1, 1, shape.max_seq_len))
     launches = len(few_bounds(target, shape, formats, widened)) * rates_of(target).launch_us
     return 1 + int(launches / max(one.us - one.launch_us, 1e-9))
 
@@ -245,7 +246,7 @@ def explain_class(
     longest = min(shape.max_q_len, shape.num_tokens)
     mean = -(-shape.num_tokens // max(shape.batch, 1))
     q_len = max(least, min(mean, most, longest), 1)
-    work = Work(max(min(shape.batch, shape.num_tokens // q_len), 1), q_len, shape.max_seq_len)
+    work = SequenceClass(max(min(shape.batch, shape.num_tokens // q_len), 1), q_len, shape.max_seq_len)
     kernels = ("split", "fused") if widened is None else ("split", widened)
     found = sorted(
         (

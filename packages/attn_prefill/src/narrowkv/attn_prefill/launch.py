@@ -32,7 +32,7 @@ from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES
 from narrowkv.attn_prefill.kernels.widen import _widen_kernel
 from narrowkv.attn_prefill.memory import (
-    Memory,
+    LaunchMemory,
     MemorySizes,
     allocated,
     append_blocks,
@@ -126,7 +126,7 @@ class Route(NamedTuple):
     divides: bool
     sizes: dict[str, int]
     p_scale: float
-    memory: Memory | MemorySizes
+    memory: LaunchMemory | MemorySizes
 
     @property
     def kernels(self) -> list[BoundLaunch]:
@@ -216,7 +216,7 @@ class _Maker:
         if self.appends:
             kernel = _prefill_append_kernel
             constants["STORING"] = storing = self.traits.storing
-            size = _ROTATED_TOKENS if storing is not None and storing.stages else config.scratch_block
+            size = _ROTATED_TOKENS if storing is not None and storing.butterflies else config.scratch_block
             blocks = blocks._replace(s=size)
             num_blocks = append_blocks(shape, size) if config.stores else 0
             programs *= config.num_splits if divides else 1

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.attn_decode.kernels import Workspace as Partials
+from narrowkv.attn_decode.kernels import PartialResults
 from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import most_work_items, partial_programs, tuned_as
@@ -23,7 +23,7 @@ _COUNTER_ALIGNMENT = 64  # int32: counters of each kind begin at a multiple of t
 _MOST_SPLITS = 32
 
 
-class Memory(NamedTuple):
+class LaunchMemory(NamedTuple):
     """Pointers and sizes of the memory that launches use.
 
     Attributes:
@@ -34,7 +34,7 @@ class Memory(NamedTuple):
     """
 
     scratch: Scratch | None
-    partials: Partials
+    partials: PartialResults
     descriptors: tuple[Any, Any]
     tensors: dict[str, torch.Tensor]
 
@@ -172,7 +172,7 @@ class MemorySizes:
         return min(rows * splits, partial_programs(self.target, 2) * largest) if splits > 1 else 0
 
 
-def make_memory(memory_sizes: MemorySizes, workspace: Workspace) -> Memory:
+def make_memory(memory_sizes: MemorySizes, workspace: Workspace) -> LaunchMemory:
     """Memory in a workspace."""
     blocks, counts = memory_sizes.blocks, memory_sizes.counters
     tensors = dict(zip(blocks, workspace.carve(list(blocks.values())), strict=True))
@@ -198,7 +198,7 @@ def allocate(memory_sizes: MemorySizes, device: torch.device) -> dict[str, torch
     return {"block": block, "counters": counters}
 
 
-def allocated(memory_sizes: MemorySizes) -> Memory:
+def allocated(memory_sizes: MemorySizes) -> LaunchMemory:
     """Placeholders for memory that a call allocates: the values are those of `allocate` and `arguments`."""
     tensors = {
         name: Part(Arg("block"), Arg(_place_of(name)), dtype)
@@ -225,7 +225,9 @@ def _described_rows(config: PrefillConfig, heads: int, head_dim: int, part: torc
     return _descriptor(config, part[: heads * rows * head_dim].view(heads, rows, head_dim))
 
 
-def memory_of(memory_sizes: MemorySizes, tensors: dict[str, Any], rows: Any, descriptors: Any) -> Memory:
+def memory_of(
+    memory_sizes: MemorySizes, tensors: dict[str, Any], rows: Any, descriptors: Any
+) -> LaunchMemory:
     """Kernel arguments of these tensors, or of their placeholders."""
     part = tensors.get
     scratch = None
@@ -237,8 +239,8 @@ def memory_of(memory_sizes: MemorySizes, tensors: dict[str, Any], rows: Any, des
         )  # fmt: skip
     # Kernels that do not split are compiled without.
     splits = memory_sizes.config.num_splits > 1 or memory_sizes.config.kernel == "split"
-    partials = Partials(*(part(name) if splits else None for name in ("acc", "ml", "arrived")))
-    return Memory(scratch, partials, descriptors, tensors)
+    partials = PartialResults(*(part(name) if splits else None for name in ("acc", "ml", "arrived")))
+    return LaunchMemory(scratch, partials, descriptors, tensors)
 
 
 def _descriptors(config: PrefillConfig, tensors: dict[str, torch.Tensor]) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from narrowkv.attn_decode import DecodePlan
 from narrowkv.attn_prefill.binding import per_key, read_options
 from narrowkv.attn_prefill.config import choose_append_config, choose_config
 from narrowkv.attn_prefill.cost import explain_class, few_bounds, most_widened
-from narrowkv.attn_prefill.memory import Memory, MemorySizes, make_memory, scratch_bytes
+from narrowkv.attn_prefill.memory import LaunchMemory, MemorySizes, make_memory, scratch_bytes
 from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import split_config
 from narrowkv.paged_cache import PagedKVCache
@@ -71,7 +71,7 @@ class PrefillSettings(Plan):
     fp8_compute: bool = False
     scratch_fits: bool | None = None
     _configs: Bounded[PrefillConfig] = field(init=False, repr=False, default_factory=partial(Bounded, 4096))
-    _memories: dict[PrefillConfig, Memory] = field(init=False, repr=False, default_factory=dict)
+    _memories: dict[PrefillConfig, LaunchMemory] = field(init=False, repr=False, default_factory=dict)
     # Launches of calls with the same metadata, whatever their sizes.
     _layouts: Bounded[PreparedCall] = field(init=False, repr=False, default_factory=partial(Bounded, 4096))
     _caches: ByIdentity[BoundCache] = field(init=False, repr=False, default_factory=ByIdentity)
@@ -144,7 +144,7 @@ class PrefillSettings(Plan):
             return plan
         return replace(plan, decode=replace(plan.decode, workspace=plan.workspace))
 
-    def memory(self, config: PrefillConfig) -> Memory | None:
+    def memory(self, config: PrefillConfig) -> LaunchMemory | None:
         """The memory of calls with this configuration; None where each call allocates its own."""
         if self.workspace is None:
             return None

@@ -1,8 +1,8 @@
 """Hazards: memory results that are used before they are waited for, and missing wait states.
 
 Memory instructions write their registers, or LDS, at some time between their issue and the s_waitcnt that
-waits for them. A wave's `State` holds the accesses in flight; a `HazardModel` says how a basic block changes
-it and which instructions of the block are wrong. Neither depends on values, so each block is examined once
+waits for them. A wave's `InFlight` holds these accesses; a `HazardModel` says how a basic block changes it
+and which instructions of the block are wrong. Neither depends on values, so each block is examined once
 for each state that it is entered with, and a run looks the result up.
 
 Sources: "Data Dependency Resolution" and S_WAITCNT of the CDNA3 and CDNA4 ISA documents:
@@ -33,7 +33,7 @@ from .wait_states import Dependencies, dependencies
 _WATCHED = ("ds_read", "ds_write")
 
 
-class State(NamedTuple):
+class InFlight(NamedTuple):
     """The instructions of a wave that are in flight, as numbers in the order of the text.
 
     Attributes:
@@ -97,12 +97,12 @@ class HazardModel:
         self._dependencies: list[Dependencies] = [
             dependencies(inst, use, program) for inst, use in zip(self._code, self._usage, strict=True)
         ]
-        self._states: list[State] = [State()]
-        self._numbers: dict[State, int] = {State(): 0}
+        self._states: list[InFlight] = [InFlight()]
+        self._numbers: dict[InFlight, int] = {InFlight(): 0}
         self._passages: dict[tuple[int, int], Passage] = {}
         self.has_loads_to_lds = any(use.kind == "to_lds" for use in self._usage)
 
-    def state(self, number: int) -> State:
+    def state(self, number: int) -> InFlight:
         """The state with that number; 0 is a wave's first."""
         return self._states[number]
 
@@ -129,7 +129,7 @@ class HazardModel:
         """The state behind a barrier at which other waves of the workgroup have stores in flight."""
         return self._number(self._states[number]._replace(shared=tuple(sorted(shared))))
 
-    def _number(self, state: State) -> int:
+    def _number(self, state: InFlight) -> int:
         number = self._numbers.get(state)
         if number is None:
             number = self._numbers[state] = len(self._states)
@@ -186,7 +186,7 @@ class HazardModel:
                     todo.append(pair)
         return True
 
-    def _examine(self, block: int, state: State) -> Passage:
+    def _examine(self, block: int, state: InFlight) -> Passage:
         vector, local = list(state.vector), list(state.local)
         recent = [(k, -age) for k, age in state.recent]
         now = 0
@@ -227,7 +227,7 @@ class HazardModel:
                 recent = [(k, when) for k, when in recent if now - when < self._dependencies[k].horizon]
                 recent.append((at, now))
         kept = tuple((k, now - when) for k, when in recent if now - when < self._dependencies[k].horizon)
-        return Passage(self._number(State(tuple(vector), tuple(local), kept, state.shared)), to_lds)
+        return Passage(self._number(InFlight(tuple(vector), tuple(local), kept, state.shared)), to_lds)
 
     def _wait(self, inst: Instruction, vector: list[int], local: list[int]) -> None:
         for counter, count in wait_counts(inst).items():

@@ -29,7 +29,7 @@ from .program import Program, Step
 from .state import LANES, Array, Waves
 
 if TYPE_CHECKING:
-    from .valu_ops import Op
+    from .valu_ops import ValuOp
 
 _SELECT = {
     "DWORD": (0, 32), "WORD_0": (0, 16), "WORD_1": (16, 16),
@@ -114,7 +114,7 @@ def dpp_source_lanes(modifiers: dict[str, str]) -> tuple[Array, Array] | None:
     return None
 
 
-def bind_dpp(inst: Instruction, op: Op, texts: tuple[str, ...], program: Program) -> Step:
+def bind_dpp(inst: Instruction, op: ValuOp, texts: tuple[str, ...], program: Program) -> Step:
     """An ALU instruction whose first source comes from other lanes."""
     control = dpp_source_lanes(inst.modifiers)
     if control is None:

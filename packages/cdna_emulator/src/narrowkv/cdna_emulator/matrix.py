@@ -41,7 +41,7 @@ _GFX950_ONLY = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class MatrixShape:
     """Shape and element types of an MFMA instruction."""
 
     result: str
@@ -58,7 +58,7 @@ class Shape:
         return 2 * self.m * self.n * self.k * self.blocks
 
 
-def mfma_shape(inst: Instruction) -> Shape | None:
+def mfma_shape(inst: Instruction) -> MatrixShape | None:
     """The shape of an MFMA instruction, or None if the name is not one."""
     found = _NAME.match(inst.name)
     if not found:
@@ -68,10 +68,10 @@ def mfma_shape(inst: Instruction) -> Shape | None:
     if a == "f8f6f4":
         a_code, b_code = inst.integer("cbsz"), inst.integer("blgp")
         a, b = _F8F6F4[a_code], _F8F6F4[b_code]
-    return Shape(result, int(m), int(n), int(k), int(blocks or 1), a, b)
+    return MatrixShape(result, int(m), int(n), int(k), int(blocks or 1), a, b)
 
 
-def shared_blocks(inst: Instruction, shape: Shape) -> Array | None:
+def shared_blocks(inst: Instruction, shape: MatrixShape) -> Array | None:
     """The block whose A each block multiplies, by cbsz and abid; None if an instruction cannot share so."""
     size, number = (1, 0) if "f8f6f4" in inst.name else (1 << inst.integer("cbsz"), inst.integer("abid"))
     if size > shape.blocks or number >= size:
@@ -135,13 +135,13 @@ _BITS = {
 }
 
 
-def _registers(shape: Shape, rows: int, kind: str) -> int:
+def _registers(shape: MatrixShape, rows: int, kind: str) -> int:
     """Registers that hold A or B."""
     return rows * shape.k * shape.blocks * _BITS[kind] // (32 * LANES)
 
 
 def _matrix_reader(
-    operand: Operand, kind: str, rows: int, shape: Shape, program: Program
+    operand: Operand, kind: str, rows: int, shape: MatrixShape, program: Program
 ) -> Callable[[Waves], Array]:
     """A function that gathers A as ``[n, blocks, M, K]``, or B as ``[n, blocks, N, K]``, from registers."""
     groups = LANES // rows
@@ -163,7 +163,7 @@ def _matrix_reader(
     return read
 
 
-def _result_registers(product: Array, shape: Shape) -> Array:
+def _result_registers(product: Array, shape: MatrixShape) -> Array:
     """``[n, blocks, M, N]`` to ``[registers, n, 64]``."""
     n, blocks = product.shape[:2]
     if shape.result == "f64":  # i = 4 * register + lane // 16
@@ -176,7 +176,7 @@ def _result_registers(product: Array, shape: Shape) -> Array:
 
 
 def _scale_reader(
-    inst: Instruction, which: int, rows: int, shape: Shape, program: Program
+    inst: Instruction, which: int, rows: int, shape: MatrixShape, program: Program
 ) -> Callable[[Waves], Array]:
     """Block scales as ``[n, 1, rows, K / 32]``: lane group g holds the scale of k in [32 g, 32 g + 32)."""
     operand = parse_operand(inst.operands[4 + which], inst, program)
@@ -247,7 +247,7 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
 
 def _bind_hardware_sums(
     c_operand: Operand, target: int, read_a: Callable[[Waves], Array], read_b: Callable[[Waves], Array],
-    shape: Shape, program: Program,
+    shape: MatrixShape, program: Program,
 ) -> Step:  # fmt: skip
     size = shape.blocks * shape.m * shape.n
     order = _result_registers(np.arange(size).reshape(1, shape.blocks, shape.m, shape.n), shape)[:, 0]
@@ -272,7 +272,7 @@ def _bind_f64(
     target: int,
     read_a: Callable[[Waves], Array],
     read_b: Callable[[Waves], Array],
-    shape: Shape,
+    shape: MatrixShape,
 ) -> Step:
     reads = [read_raw(Operand("v", c_operand.index + 2 * r, 2), "f64") for r in range(4)]
     constant = read_raw(c_operand, "f64") if c_operand.is_constant else None

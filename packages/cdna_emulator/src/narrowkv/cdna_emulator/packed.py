@@ -25,7 +25,7 @@ from .operands import (
 from .parser import Instruction
 from .program import Program, Step
 from .state import Array, Waves
-from .valu_ops import SATURATING, VALU, Op
+from .valu_ops import SATURATING, VALU, ValuOp
 
 # A 16-bit packed operation is the unpacked one, applied to both halves.
 _HALF = {
@@ -37,14 +37,14 @@ _HALF = {
     "v_pk_lshrrev_b16": "v_lshrrev_b16", "v_pk_ashrrev_i16": "v_ashrrev_i16", "v_pk_mad_u16": "v_mad_u16",
     "v_pk_mad_i16": "v_mad_i16",
 }  # fmt: skip
-_HALF_OPS: dict[str, Op] = {
-    "v_pk_minimum3_f16": Op("f16", ("f16",) * 3, lambda x, y, z: a.minimum(a.minimum(x, y), z)),
-    "v_pk_maximum3_f16": Op("f16", ("f16",) * 3, lambda x, y, z: a.maximum(a.maximum(x, y), z)),
+_HALF_OPS: dict[str, ValuOp] = {
+    "v_pk_minimum3_f16": ValuOp("f16", ("f16",) * 3, lambda x, y, z: a.minimum(a.minimum(x, y), z)),
+    "v_pk_maximum3_f16": ValuOp("f16", ("f16",) * 3, lambda x, y, z: a.maximum(a.maximum(x, y), z)),
     **{name: VALU[plain] for name, plain in _HALF.items()},
 }
-_WORD_OPS: dict[str, Op] = {
+_WORD_OPS: dict[str, ValuOp] = {
     "v_pk_add_f32": VALU["v_add_f32"], "v_pk_mul_f32": VALU["v_mul_f32"], "v_pk_fma_f32": VALU["v_fma_f32"],
-    "v_pk_mov_b32": Op("u32", ("u32", "u32"), None),  # type: ignore[arg-type]
+    "v_pk_mov_b32": ValuOp("u32", ("u32", "u32"), None),  # type: ignore[arg-type]
 }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def _pick_half(
     return _negated(read, negate)
 
 
-def _bind_half(inst: Instruction, op: Op, program: Program) -> Step:
+def _bind_half(inst: Instruction, op: ValuOp, program: Program) -> Step:
     count = len(op.sources)
     low_pick, high_pick = inst.bits("op_sel", count, 0), inst.bits("op_sel_hi", count, 1)
     low_neg, high_neg = inst.bits("neg_lo", count, 0), inst.bits("neg_hi", count, 0)
@@ -86,7 +86,7 @@ def _bind_half(inst: Instruction, op: Op, program: Program) -> Step:
     return step
 
 
-def _saturating(inst: Instruction, op: Op, program: Program) -> Any:
+def _saturating(inst: Instruction, op: ValuOp, program: Program) -> Any:
     wide = SATURATING.get(_HALF.get(inst.name, ""))
     if wide is None:
         raise unknown(inst, program, f"clamp on {inst.name}")
@@ -106,7 +106,7 @@ def _pick_word(
     return _negated(read_raw(operand, kind), negate)
 
 
-def _bind_word(inst: Instruction, op: Op, program: Program) -> Step:
+def _bind_word(inst: Instruction, op: ValuOp, program: Program) -> Step:
     count = len(op.sources)
     low_pick, high_pick = inst.bits("op_sel", count, 0), inst.bits("op_sel_hi", count, 1)
     low_neg, high_neg = inst.bits("neg_lo", count, 0), inst.bits("neg_hi", count, 0)

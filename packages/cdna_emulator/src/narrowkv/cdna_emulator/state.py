@@ -38,7 +38,7 @@ def unpack_mask(mask: Array) -> Array:
     return np.unpackbits(octets, axis=1, bitorder="little").view(np.bool_)
 
 
-class Machine(Protocol):
+class MemorySystem(Protocol):
     """The state outside a wave's registers: memory, LDS and private memory.
 
     Attributes:
@@ -98,7 +98,9 @@ class Waves:
         "n", "s", "scc", "sf", "si", "sq", "sqi", "su", "u", "v",
     )  # fmt: skip
 
-    def __init__(self, execution: Machine, ids: Array, copies: int, v: Array, s: Array, scc: Array) -> None:
+    def __init__(
+        self, execution: MemorySystem, ids: Array, copies: int, v: Array, s: Array, scc: Array
+    ) -> None:
         self.execution, self.ids, self.copies = execution, ids, copies
         self.v, self.s, self.scc = v, s, scc
         self.n = n = len(ids)

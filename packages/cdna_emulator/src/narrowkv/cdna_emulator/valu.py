@@ -26,7 +26,7 @@ from .operands import (
 from .parser import Instruction
 from .program import Program, Step
 from .state import VCC, Array, Waves
-from .valu_ops import ACCUMULATING, COMPARES, LITERAL_FMA, SATURATING, VALU, Op
+from .valu_ops import ACCUMULATING, COMPARES, LITERAL_FMA, SATURATING, VALU, ValuOp
 
 
 def bind_valu(inst: Instruction, program: Program) -> Step | None:
@@ -45,7 +45,7 @@ def bind_valu(inst: Instruction, program: Program) -> Step | None:
     return None if op is None else _bind_plain(inst, op, program)
 
 
-def readers(inst: Instruction, op: Op, program: Program, texts: tuple[str, ...]) -> tuple[Reader, ...]:
+def readers(inst: Instruction, op: ValuOp, program: Program, texts: tuple[str, ...]) -> tuple[Reader, ...]:
     """Readers of the sources, with SDWA selection, op_sel, and negate and absolute modifiers."""
     result = []
     select = inst.bits("op_sel", len(texts) + 1, 0)
@@ -60,7 +60,7 @@ def readers(inst: Instruction, op: Op, program: Program, texts: tuple[str, ...])
     return tuple(result)
 
 
-def _sources(inst: Instruction, op: Op, program: Program) -> tuple[str, ...]:
+def _sources(inst: Instruction, op: ValuOp, program: Program) -> tuple[str, ...]:
     texts = inst.operands[1:]
     if inst.name in ACCUMULATING:
         texts = (*texts, inst.operands[0])
@@ -69,7 +69,7 @@ def _sources(inst: Instruction, op: Op, program: Program) -> tuple[str, ...]:
     return texts
 
 
-def destination(inst: Instruction, op: Op, program: Program, position: int = 0) -> tuple[Operand, Writer]:
+def destination(inst: Instruction, op: ValuOp, program: Program, position: int = 0) -> tuple[Operand, Writer]:
     """The result's register and its writer, with SDWA and op_sel destinations."""
     operand = parse_operand(inst.operands[position], inst, program)
     if operand.kind != "v":
@@ -85,7 +85,7 @@ def destination(inst: Instruction, op: Op, program: Program, position: int = 0) 
     return operand, write_vector(operand.index, op.result)
 
 
-def _bind_plain(inst: Instruction, op: Op, program: Program) -> Step:
+def _bind_plain(inst: Instruction, op: ValuOp, program: Program) -> Step:
     texts = _sources(inst, op, program)
     if inst.encoding == "dpp":
         return bind_dpp(inst, op, texts, program)
@@ -137,7 +137,7 @@ def _bind_ufunc(function: np.ufunc, index: int, kind: str, read: tuple[Reader, .
 
 
 def _bind_saturating(
-    inst: Instruction, op: Op, read: tuple[Reader, ...], write: Writer, program: Program
+    inst: Instruction, op: ValuOp, read: tuple[Reader, ...], write: Writer, program: Program
 ) -> Step:
     function = SATURATING.get(inst.name)
     if function is None:
@@ -184,10 +184,10 @@ def _bind_compare(inst: Instruction, program: Program) -> Step | None:
 
 def _bind_select(inst: Instruction, program: Program) -> Step:
     """v_cndmask_b32: the second source where the mask is set, else the first."""
-    op = Op("u32", ("u32", "u32"), np.where)
+    op = ValuOp("u32", ("u32", "u32"), np.where)
     has_mask = len(inst.operands) == 4
     pair = _mask_pair(inst.operands[3], inst, program) if has_mask else VCC >> 1
-    kinds = Op("u32", ("f32", "f32"), np.where) if _has_sign_modifier(inst) else op
+    kinds = ValuOp("u32", ("f32", "f32"), np.where) if _has_sign_modifier(inst) else op
     if inst.encoding == "dpp":
         raise unknown(inst, program, "v_cndmask_b32 with DPP")
     r0, r1 = readers(inst, kinds, program, inst.operands[1:3])
@@ -219,7 +219,7 @@ CARRY = {
 
 def _bind_carry(inst: Instruction, program: Program) -> Step:
     function, swapped, takes = CARRY[inst.name]
-    op = Op("u32", ("u32", "u32"), function)
+    op = ValuOp("u32", ("u32", "u32"), function)
     r0, r1 = readers(inst, op, program, inst.operands[2:4])
     if swapped:
         r0, r1 = r1, r0
@@ -241,7 +241,7 @@ def _bind_mad_64(inst: Instruction, program: Program) -> Step:
     signed = "i64" in inst.name
     wide, narrow = ("i64", "i32") if signed else ("u64", "u32")
     dtype = DTYPES[wide]
-    op = Op(wide, (narrow, narrow, wide), np.add)
+    op = ValuOp(wide, (narrow, narrow, wide), np.add)
     r0, r1, r2 = readers(inst, op, program, inst.operands[2:5])
     _, write = destination(inst, op, program)
     out = _mask_pair(inst.operands[1], inst, program)
@@ -260,7 +260,7 @@ def _bind_mad_64(inst: Instruction, program: Program) -> Step:
 
 def _bind_div_scale(inst: Instruction, program: Program) -> Step:
     kind = inst.name[-3:]
-    op = Op(kind, (kind, kind, kind), arithmetic.div_scale)
+    op = ValuOp(kind, (kind, kind, kind), arithmetic.div_scale)
     r0, r1, r2 = readers(inst, op, program, inst.operands[2:5])
     _, write = destination(inst, op, program)
     out = _mask_pair(inst.operands[1], inst, program)
@@ -275,7 +275,7 @@ def _bind_div_scale(inst: Instruction, program: Program) -> Step:
 
 def _bind_div_fmas(inst: Instruction, program: Program) -> Step:
     kind = inst.name[-3:]
-    op = Op(kind, (kind, kind, kind), arithmetic.div_fmas)
+    op = ValuOp(kind, (kind, kind, kind), arithmetic.div_fmas)
     r0, r1, r2 = readers(inst, op, program, inst.operands[1:4])
     _, write = destination(inst, op, program)
     return lambda w: write(w, arithmetic.div_fmas(r0(w), r1(w), r2(w), w.lanes(VCC >> 1)))
@@ -289,7 +289,7 @@ def _bind_mask_count(inst: Instruction, program: Program) -> Step:
     if below is None:
         below = np.where(lane < 32, 0, (1 << np.maximum(lane - 32, 0)) - 1)
     keep = below.astype(np.uint32)
-    op = Op("u32", ("u32", "u32"), np.add)
+    op = ValuOp("u32", ("u32", "u32"), np.add)
     r0, r1 = readers(inst, op, program, inst.operands[1:3])
     _, write = destination(inst, op, program)
     return lambda w: write(w, arithmetic.count_bits(r0(w) & keep) + r1(w))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .matrix import Shape, mfma_shape
+from .matrix import MatrixShape, mfma_shape
 from .parser import Instruction
 from .program import Program
 from .usage import (
@@ -102,7 +102,7 @@ class Dependencies:
     horizon: int
 
 
-def matrix_clocks(shape: Shape, target: str) -> int:
+def matrix_clocks(shape: MatrixShape, target: str) -> int:
     """Clocks that a matrix instruction occupies the matrix unit.
 
     Source: dense throughput tables of the CDNA3 and CDNA4 ISA documents; AMD's matrix instruction calculator.
@@ -124,7 +124,7 @@ def matrix_clocks(shape: Shape, target: str) -> int:
     return shape.flops // rate
 
 
-def _after_matrix(inst: Instruction, usage: Usage, shape: Shape, program: Program) -> list[Produced]:
+def _after_matrix(inst: Instruction, usage: Usage, shape: MatrixShape, program: Program) -> list[Produced]:
     """Dependencies on a matrix instruction, by its passes of four clocks."""
     passes = matrix_clocks(shape, program.target) // 4
     is_xdl = shape.a not in ("f32", "f64")
@@ -229,7 +229,9 @@ def _valu_uses(inst: Instruction, usage: Usage, rules: _Rules, program: Program)
         rules.uses(usage.writes & VECTOR_BITS, DOT_OVERWRITTEN)
 
 
-def _matrix_uses(inst: Instruction, usage: Usage, shape: Shape, rules: _Rules, program: Program) -> None:
+def _matrix_uses(
+    inst: Instruction, usage: Usage, shape: MatrixShape, rules: _Rules, program: Program
+) -> None:
     vector = usage.reads & VECTOR_BITS
     addend = operand_bits(inst.operands[3], inst, program) & VECTOR_BITS
     rules.uses(_factors(inst, program) & VECTOR_BITS, MATRIX_TO_FACTOR)

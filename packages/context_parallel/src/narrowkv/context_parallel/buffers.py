@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from narrowkv.attn_decode import DecodeShape
-from narrowkv.context_parallel.exchange import Partial, Sizes, Take, block_elements
+from narrowkv.context_parallel.exchange import ExchangeSizes, Partial, Take, block_elements
 from narrowkv.context_parallel.layout import ShardLayout
 from narrowkv.runtime.launch import Workspace, block_bytes
 from narrowkv.runtime.launch.workspace import Block
@@ -29,10 +29,10 @@ class Moves:
     shape: DecodeShape
     device: torch.device
 
-    def sizes(self, tokens: int) -> Sizes:
+    def sizes(self, tokens: int) -> ExchangeSizes:
         """Sizes of the exchange of one head group in calls with this many query tokens."""
         shape, layout = self.shape, self.layout
-        return Sizes(
+        return ExchangeSizes(
             layout.world, layout.rank, tokens, shape.num_qo_heads // self.head_groups, shape.head_dim
         )
 

@@ -25,7 +25,7 @@ Take = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ExchangeSizes:
     """Sizes of an exchange: `tokens` rows of `heads` heads of `head_dim` channels over `world` ranks."""
 
     world: int
@@ -57,8 +57,8 @@ class Partial:
     """
 
     def __init__(
-        self, sizes: Sizes, dtype: torch.dtype, comm: str, device: torch.device, take: Take | None = None,
-        received: torch.Tensor | None = None,
+        self, sizes: ExchangeSizes, dtype: torch.dtype, comm: str, device: torch.device,
+        take: Take | None = None, received: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         s = self.sizes = sizes
         self.comm, self.dtype = comm, dtype
@@ -111,7 +111,7 @@ class Partial:
             launch_merge(self.got_o[:, :, own], self.got_lse[:, :, own], sinks, out, lse)
 
 
-def sent_bytes(s: Sizes, dtype: torch.dtype, comm: str) -> int:
+def sent_bytes(s: ExchangeSizes, dtype: torch.dtype, comm: str) -> int:
     """Bytes that a rank sends to others in one exchange of partial O in this dtype."""
     others = s.world - 1
     if comm == "ag_rs":
@@ -121,6 +121,6 @@ def sent_bytes(s: Sizes, dtype: torch.dtype, comm: str) -> int:
     return others * s.own_heads * block_elements(s, dtype) * dtype.itemsize
 
 
-def block_elements(sizes: Sizes, dtype: torch.dtype) -> int:
+def block_elements(sizes: ExchangeSizes, dtype: torch.dtype) -> int:
     """Elements of a head's block: rows of O, then lse in fp32."""
     return padded(sizes.tokens * sizes.head_dim + sizes.tokens * 4 // dtype.itemsize, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from narrowkv.context_parallel.exchange import COMMS, PARTIAL_DTYPES, Partial, Sizes
+from narrowkv.context_parallel.exchange import COMMS, PARTIAL_DTYPES, ExchangeSizes, Partial
 from narrowkv.context_parallel.groups import Group, group_of
 from narrowkv.runtime.errors import check_choice, check_dtype, check_shape
 
@@ -50,7 +50,7 @@ def merge_over_ranks(
     tokens, heads, head_dim = o.shape
     if heads % ranks.size():
         raise ValueError(f"o must have heads that the {ranks.size()} ranks divide, got {heads}")
-    sizes = Sizes(ranks.size(), ranks.rank(), tokens, heads, head_dim)
+    sizes = ExchangeSizes(ranks.size(), ranks.rank(), tokens, heads, head_dim)
     if sinks is not None:
         check_shape("sinks", sinks, (sizes.own_heads,))
     partial = Partial(sizes, partial_dtype, comm, o.device)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from narrowkv.attn_decode import merge_states, paged_decode
 from narrowkv.attn_prefill import batch_prefill
-from narrowkv.context_parallel.exchange import Partial, Sizes
+from narrowkv.context_parallel.exchange import ExchangeSizes, Partial
 from narrowkv.context_parallel.groups import Group, agreement, all_gather, check_layout, group_of
 from narrowkv.context_parallel.ring import gathered, passed_round
 from narrowkv.context_parallel.shares import PAGE, PrefillShares
@@ -250,7 +250,8 @@ def _attend_older(
         )
         batch_prefill(everyone, cache, table, starts, causal=False, out=part_o, lse=part_lse, **options)
     # The exchange is by rows instead of by heads: the two change places.
-    partial = Partial(Sizes(world, layout.rank, heads, world * most, head_dim), torch.float32, "a2a", device)
+    sizes = ExchangeSizes(world, layout.rank, heads, world * most, head_dim)
+    partial = Partial(sizes, torch.float32, "a2a", device)
     partial.o.copy_(part_o.transpose(0, 1))
     partial.lse.copy_(part_lse.t())
     partial.start(group, False, None)

@@ -61,7 +61,7 @@ def transform_queries(
     offset = None if sm_scale is None else transform.offset
     shift = None if offset is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     launch = _bound(
-        num_kv_heads, num_heads // num_kv_heads, head_dim, transform.stages(head_dim),
+        num_kv_heads, num_heads // num_kv_heads, head_dim, transform.butterflies(head_dim),
         *rope_constants(rope).values(),
     )  # fmt: skip
     blocks = -(-num_tokens * (num_heads // num_kv_heads) // _ROWS)
@@ -75,13 +75,13 @@ def transform_queries(
 
 @lru_cache
 def _bound(
-    num_kv_heads: int, gqa_ratio: int, head_dim: int, stages: int, rotary_dim: int, interleaved: bool
+    num_kv_heads: int, gqa_ratio: int, head_dim: int, butterflies: int, rotary_dim: int, interleaved: bool
 ) -> BoundLaunch:
     constants = {
         "NUM_KV_HEADS": num_kv_heads,
         "GQA_RATIO": gqa_ratio,
         "HEAD_DIM": head_dim,
-        "STAGES": stages,
+        "BUTTERFLIES": butterflies,
         "ROTARY_DIM": rotary_dim,
         "INTERLEAVED": interleaved,
         "BLOCK_M": _ROWS,

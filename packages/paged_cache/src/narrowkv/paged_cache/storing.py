@@ -92,7 +92,7 @@ def _make_store(cache: PagedKVCache) -> Store:
     constants = tuple(_side_constants(cache).items())
     transform = cache.key_transform or KeyTransform(rotated=False)
     constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
-    constants += (("STAGES", transform.stages(cache.head_dim)),)
+    constants += (("BUTTERFLIES", transform.butterflies(cache.head_dim)),)
     pointers += map(_descale_pointers, cache.sides())
     # Strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
     metadata = tuple(

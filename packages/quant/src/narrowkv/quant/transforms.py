@@ -207,7 +207,7 @@ class KeyTransform:
         if self.offset is not None and self.balance is not None:
             check_shape("balance", self.balance, tuple(self.offset.shape))
 
-    def stages(self, head_dim: int) -> int:
+    def butterflies(self, head_dim: int) -> int:
         """Log2 of the channels that are rotated together, 0 for no rotation."""
         return (head_dim & -head_dim).bit_length() - 1 if self.rotated else 0
 

@@ -333,7 +333,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """
     return not (
         tensor.is_meta
-        or isinstance(tensor, (FakeTensor, FunctionalTensor))
+        or (type(tensor) is not torch.Tensor and isinstance(tensor, (FakeTensor, FunctionalTensor)))
         or torch._is_functional_tensor(tensor)
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
@@ -392,7 +392,18 @@ def check_no_overlap(out_name: str, out: torch.Tensor, /, **inputs: object) -> N
             raise ValueError(f"{out_name} must not share memory with {name}, got overlapping tensors")
 
 
-def with_defaults(function: str, given: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def check_keywords(operation: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises for a keyword that an operation does not have.
+
+    Raises:
+        TypeError: as Python does.
+    """
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{operation}() got an unexpected keyword argument {name!r}")
+
+
+def with_defaults(function: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a call to `function`, with `defaults` for those not given; refuses unknown ones."""
     found = {**defaults, **given}
     if len(found) > len(defaults):

@@ -29,16 +29,16 @@ from narrowkv.runtime.launch import (
 )
 from narrowkv.runtime.launch.workspace import Block
 from narrowkv.sage.kernels import (
-    Call,
+    ChannelStatistics,
     Groups,
     Narrow,
     NarrowKeys,
     NarrowQuery,
-    Order,
-    Outputs,
+    SageOutputs,
+    SageSpec,
     Smoothing,
-    Statistics,
     Strided,
+    ValueOrder,
     _channel_statistics_kernel,
     _finish_statistics_kernel,
     _mean_scores_kernel,
@@ -146,9 +146,9 @@ def _groups(groups: TokenGroups | None) -> Groups:
     return Groups(0, 1, 1) if groups is None else Groups(groups.span, groups.groups, groups.run)
 
 
-def _order(plan: SageSettings) -> Order:
+def _order(plan: SageSettings) -> ValueOrder:
     order = plan.config.key_order
-    return Order(order.gather, order.lanes, order.width)
+    return ValueOrder(order.gather, order.lanes, order.width)
 
 
 def _bounds(plan: SageSettings) -> BoundLaunch:
@@ -201,7 +201,7 @@ def _mean_scores(plan: SageSettings) -> BoundLaunch:
 
 def _attention(plan: SageSettings, lse: bool, tma: bool) -> BoundLaunch:
     config = plan.config
-    call = Call(
+    call = SageSpec(
         plan.shape.ragged, plan.shape.gqa_ratio, plan.shape.head_dim, plan.qk_format, plan.smooth_q,
         plan.smooth_k and lse, lse, math.log2(get_format(config.fp8).max_value), config.two_level, tma,
         config.reread_q, config.ahead, config.block_m, config.block_n,
@@ -256,8 +256,8 @@ def quantise_keys(
     same = {"bounds_ptr": bounds, "batch": size.batch, "length": size.k_tokens}
     tensors = {"k": _strided("k", k), "v": _strided("v", v)}
     stats = {
-        "k_stats": Statistics(memory.get("k_parts"), k_mean),
-        "v_stats": Statistics(memory["v_parts"], memory["v_descale"]),
+        "k_stats": ChannelStatistics(memory.get("k_parts"), k_mean),
+        "v_stats": ChannelStatistics(memory["v_parts"], memory["v_descale"]),
     }
     smoothing = Smoothing(None, k_mean, None)
     amax = memory["amax"] if plan.k_groups is None else None
@@ -348,7 +348,7 @@ def attend(
             memory["k_descale"], memory["v_descale"], k_rows,
         ),
         k_desc=memory["k_desc"] if tma else None, v_desc=memory["v_desc"] if tma else None,
-        out=Outputs(*_strided("out", out), None if lse is None else Arg("lse")),
+        out=SageOutputs(*_strided("out", out), None if lse is None else Arg("lse")),
         q_bounds_ptr=memory.get("q_bounds"), k_bounds_ptr=memory.get("k_bounds"),
         qk_scale=plan.sm_scale * _LOG2E * codes, num_heads=size.num_qo_heads, batch=size.batch,
         q_length=size.q_tokens, k_length=size.k_tokens, items=items, tiles=tiles, together=together,

@@ -222,9 +222,10 @@ class SparseSettings(Plan):
         high = low + ((tokens - 1) * step + (heads - 1) * row + HEAD_DIM) * out.element_size()
         clear = low > 0 and row >= HEAD_DIM and step >= heads * row and isinstance(q, torch.Tensor)
         for source in (prefix, extend):
-            if source is not None:
+            if source is not None and clear:
                 for begin, end in source.byte_ranges:
-                    clear = clear and (high <= begin or end <= low)
+                    if begin < high and low < end:
+                        clear = False
         for x in (q, attn_sink):
             if clear and isinstance(x, torch.Tensor):
                 begin = x.data_ptr()

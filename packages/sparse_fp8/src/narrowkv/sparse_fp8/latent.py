@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,17 +26,22 @@ from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS
 from narrowkv.sparse_fp8.formats import QUERY_FORMATS
 from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
-from narrowkv.sparse_fp8.operation import SparsePlan
+from narrowkv.sparse_fp8.operation import Result, SparsePlan
+from narrowkv.sparse_fp8.options import LATENT_PLAIN_VALUES, LatentArguments
 from narrowkv.sparse_fp8.paged_source import PagedSource
 from narrowkv.sparse_fp8.planner import make_plan
 from narrowkv.sparse_fp8.reference import sparse_decode_reference
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.sparse_fp8.options import LatentOptions
+
 __all__ = ["latent_decode", "latent_decode_reference", "plan_latent"]
 
 MOST_QUERIES = 8
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def plan_latent(
@@ -186,15 +191,8 @@ def latent_decode(
     rows: torch.Tensor | DSV4Rows,
     page_table: PageTable,
     *,
-    sm_scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    validate: bool = False,
     plan: SparsePlan | None = None,
+    **options: Unpack[LatentOptions],
 ) -> Result:
     """Attention of each sequence's newest tokens over its paged latent rows, which already hold theirs.
 
@@ -211,19 +209,9 @@ def latent_decode(
             row, "packed584" V4's.
         page_table: which pages each sequence occupies, and its length; its pages have the size of those of
             rows, or 1.
-        sm_scale: softmax scale; default `head_dim ** -0.5`. Models give that of the heads before absorption.
-        sinks: fp32 `[num_qo_heads]`, a logit a head with value 0 in the denominator; -inf for none.
-        num_splits: programs that share a sequence's rows; None chooses as many as fill the chip, or 4 with
-            `batch_invariant`.
-        batch_invariant: a sequence's result has the same bits alone and in a batch of any size.
-        out: where to write, `[batch * q_len, num_qo_heads, 512]`, bf16, fp16 or fp32.
-        lse: where to write the log-sum-exp, fp32 `[batch * q_len, num_qo_heads]`; returned only with
-            `return_lse`.
-        return_lse: also return the log-sum-exp.
-        validate: also read the page table and scales on the host and refuse wrong values, which waits for the
-            device. Otherwise lengths are brought into what the table holds and page ids into the rows: wrong
-            values make wrong results of their sequences, and nothing outside a tensor is read or written.
         plan: from `plan_latent`, which then fixes `sm_scale`, the splits and whether there is a log-sum-exp.
+        **options: `sm_scale`, `sinks`, `num_splits`, `batch_invariant`, `out`, `lse`, `return_lse` and
+            `validate`; see `LatentOptions`.
 
     Returns:
         `o`, or `(o, lse)`; `lse` is fp32, natural log of the scaled logits' sum **without the sink**, so that
@@ -242,6 +230,8 @@ def latent_decode(
         >>> latent_decode(torch.ones(1, 12, 576).bfloat16(), rows, table)[0, 11, 0].item()
         3.0
     """
+    given = LatentArguments(q, rows, page_table, **options)
+    sinks, out, lse, return_lse = given.sinks, given.out, given.lse, given.return_lse
     check_tensor("q", q)
     source = PagedSource(rows, page_table)
     q_len = _query_len(q, source)
@@ -250,20 +240,20 @@ def latent_decode(
         writes = return_lse or lse is not None
         running = executor()
         target = None if running is None else running.target.name
-        options = (sm_scale, sinks is None, writes, type(num_splits), num_splits, batch_invariant)
-        key = (pages, q.dtype, q.device, source.format, target, *options)
+        options_key = (given[LATENT_PLAIN_VALUES], type(given.num_splits), sinks is None, writes)
+        key = (pages, q.dtype, q.device, source.format, target, *options_key)
         plan = _known.find(key)
         if plan is None:
             query = "fp16" if q.dtype == torch.float16 else "bf16"
             plan = _plan(
-                pages, source.format, query, q.device, is_compiled(q), sm_scale, sinks is not None, writes,
-                num_splits, batch_invariant,
+                pages, source.format, query, q.device, is_compiled(q), given.sm_scale, sinks is not None,
+                writes, given.num_splits, given.batch_invariant,
             )  # fmt: skip
             _known.keep(key, plan)
     else:
-        _check_planned(plan, pages, sm_scale)
+        _check_planned(plan, pages, given.sm_scale)
     result = plan.run(
-        _joined("q", q, q_len), source, attn_sink=sinks, validate=validate,
+        _joined("q", q, q_len), source, attn_sink=sinks, validate=given.validate,
         out=None if out is None else _joined("out", _checked("out", out, q), q_len),
         lse=None if lse is None else _joined("lse", _checked("lse", lse, q), q_len),
     )  # fmt: skip
@@ -301,14 +291,7 @@ def latent_decode_reference(
     q: torch.Tensor,
     rows: torch.Tensor | DSV4Rows,
     page_table: PageTable,
-    *,
-    sm_scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    validate: bool = False,
+    **options: Unpack[LatentOptions],
 ) -> Result:
     """`latent_decode` in float32 on the dequantised rows, token by token; same arguments.
 
@@ -326,6 +309,7 @@ def latent_decode_reference(
     if isinstance(rows, torch.Tensor):
         rows = rows.reshape(-1, rows.shape[-1])
     source = KVSource(rows, lens.cumsum(0).to(q.device), indices.to(q.device))
+    given = LatentArguments(q, rows, page_table, **options)
     return sparse_decode_reference(
-        q, source, attn_sink=sinks, sm_scale=sm_scale, out=out, return_lse=return_lse
+        q, source, attn_sink=given.sinks, sm_scale=given.sm_scale, out=given.out, return_lse=given.return_lse
     )

@@ -25,8 +25,8 @@ from narrowkv.sparse_fp8.config import SparseConfig, few_heads_registers
 from narrowkv.sparse_fp8.formats import widened_format
 from narrowkv.sparse_fp8.kernels.expand import _expand_kernel
 from narrowkv.sparse_fp8.kernels.fused import _sparse_fused_kernel
-from narrowkv.sparse_fp8.kernels.results import Call, Output, Partials, Tiles, _merge_sparse_kernel
-from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, Stored
+from narrowkv.sparse_fp8.kernels.results import Output, Partials, SparseSpec, Tiles, _merge_sparse_kernel
+from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, StoredRows
 from narrowkv.sparse_fp8.kernels.sixteen_bit import _sparse_16bit_kernel
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 from narrowkv.sparse_fp8.rows import DSV4Rows
@@ -47,14 +47,16 @@ def expand_block(target: Target) -> int:
     return 64 if target.name == "cpu" else 16
 
 
-def stored(rows: RowsFormat | None, target: Target, *, int64_offsets: bool | None = None) -> Stored | None:
+def stored(
+    rows: RowsFormat | None, target: Target, *, int64_offsets: bool | None = None
+) -> StoredRows | None:
     """How rows are stored, as kernels are compiled for it, and how the target widens them."""
     if rows is None:
         return None
     if int64_offsets is None:
         int64_offsets = rows.offsets_64_bit
     if not rows.is_quantized:
-        return Stored("", 0, "", "", 0, 0, 1, 0, 0, 0, 0, 0, False, int64_offsets, False, "", "", 0)
+        return StoredRows("", 0, "", "", 0, 0, 1, 0, 0, 0, 0, 0, False, int64_offsets, False, "", "", 0)
     layout = LAYOUTS[rows.layout]
     route = route_of(target, rows)
     rope_at = scale_at = value_step = rope_step = scale_step = 0
@@ -65,7 +67,7 @@ def stored(rows: RowsFormat | None, target: Target, *, int64_offsets: bool | Non
     elif layout.scale_at is not None:
         scale_at = layout.scale_at
     item, rope_item = layout.scale_item_bytes, layout.rope_item_bytes or 1
-    return Stored(
+    return StoredRows(
         VALUES=layout.values,
         COLUMNS=layout.quantized,
         ROPE=layout.rope,
@@ -113,14 +115,14 @@ def attention_kernel(
     return plan.bind(kernel, config.options, **constexprs)
 
 
-def _call(plan: SparseSettings, split: bool, int64_heads: bool) -> Call:
-    return Call(
+def _call(plan: SparseSettings, split: bool, int64_heads: bool) -> SparseSpec:
+    return SparseSpec(
         plan.num_qo_heads, plan.has_sink, plan.writes_lse, split, int64_heads, plan.head_dim, plan.pages
     )
 
 
 def _kernel_of(
-    config: SparseConfig, call: Call, target: Target, query: RowsFormat,
+    config: SparseConfig, call: SparseSpec, target: Target, query: RowsFormat,
     prefix: RowsFormat | None, extend: RowsFormat | None,
 ) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     """The attention kernel of a configuration and its constants, for sources stored in these ways."""
@@ -139,7 +141,7 @@ def _kernel_of(
 
 
 def _hopper_kernel(
-    config: SparseConfig, call: Call, target: Target, query: RowsFormat,
+    config: SparseConfig, call: SparseSpec, target: Target, query: RowsFormat,
     prefix: RowsFormat | None, extend: RowsFormat | None,
 ) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     # Not at the top: a Triton without Gluon runs everything else.

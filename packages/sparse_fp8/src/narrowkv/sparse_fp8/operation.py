@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from narrowkv.runtime.errors import check_keywords
 from narrowkv.runtime.launch import BoundLaunch, named_values
 from narrowkv.runtime.launch.workspace import Block
 from narrowkv.runtime.operation import Bounded
@@ -32,8 +33,14 @@ from narrowkv.sparse_fp8.launches import (
     prepare,
 )
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.options import KEYWORDS, SparseArguments
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import Source
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.sparse_fp8.options import SparseRunOptions
 
 __all__ = ["SparsePlan"]
 
@@ -121,22 +128,14 @@ class SparsePlan(SparseSettings):
         q: torch.Tensor | DSV4Rows,
         prefix: Source | None,
         extend: Source | None = None,
-        *,
-        attn_sink: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        validate: bool = False,
+        **options: Unpack[SparseRunOptions],
     ) -> Result:
         """Attends.
 
         Args:
             q, prefix, extend: as planned; at most `max_num_tokens` tokens and `max_indices` indices.
-            attn_sink: fp32 `[num_qo_heads]` if the plan has a sink, else None.
-            out: where to write, `[num_tokens, num_qo_heads, 512]`; bf16, fp16 or fp32.
-            lse: where to write the log-sum-exp, fp32 `[num_tokens, num_qo_heads]`, if the plan writes it.
-            validate: also read the index lists and scales on the host and refuse wrong values, which waits
-                for the device; without it an index out of range is skipped and no wrong value reaches memory
-                outside the tensors.
+            **options: `attn_sink` if the plan has a sink, `out`, `lse` if the plan writes it, `validate`; see
+                `SparseRunOptions`.
 
         Returns:
             `o`, or `(o, lse)`; see `sparse_prefill`.
@@ -144,6 +143,13 @@ class SparsePlan(SparseSettings):
         Raises:
             TypeError, ValueError: arguments that the plan is not for, naming the argument.
         """
+        if not options.keys() <= KEYWORDS["run"]:
+            check_keywords("run", options, KEYWORDS["run"])
+        return self.call(SparseArguments(q, prefix, extend, **options))
+
+    def call(self, given: SparseArguments) -> Result:
+        """A call by this plan; see `run`. Of `given` only the arguments of `run` are read."""
+        q, prefix, extend, attn_sink, out, lse, validate = given[:7]
         tokens = self.check_inputs(q, prefix, extend, attn_sink)
         if validate:
             check_values(q, prefix, extend, attn_sink)
@@ -207,7 +213,8 @@ class SparsePlan(SparseSettings):
     ) -> None:
         """Launches the kernels of a checked call with at least one token."""
         heads = self.num_qo_heads
-        mean_rows = sum(0 if source is None else source.listed for source in (prefix, extend)) // tokens
+        rows = (0 if prefix is None else prefix.listed) + (0 if extend is None else extend.listed)
+        mean_rows = rows // tokens
         if self.max_seq_len is not None:
             mean_rows = min(mean_rows, self.max_seq_len)
         reads = self.specialised is not None and self._specialised_reads(q, prefix, extend, out)

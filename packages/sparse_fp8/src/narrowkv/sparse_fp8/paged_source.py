@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -120,7 +121,7 @@ class PagedSource(Source):
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
-    @property
+    @cached_property
     def listed(self) -> int:
         """Rows that all sequences have room for, which is at least what they attend to."""
         return self.nnz * self.table.page_size * (1 if self.pages.RAGGED else self.num_tokens)

@@ -20,6 +20,7 @@ from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.launches import route_of
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 from narrowkv.sparse_fp8.operation import SparsePlan
+from narrowkv.sparse_fp8.options import PLAIN_VALUES, SparseArguments
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
@@ -125,24 +126,13 @@ def _resolve_mode(mode: str, prefix: RowsFormat | None, extend: RowsFormat | Non
     return "fused" if all(narrow) else "prepass" if any(narrow) else "16bit"
 
 
-def plan_for(
-    q: torch.Tensor | DSV4Rows,
-    prefix: KVSource | None,
-    extend: KVSource | None,
-    *,
-    mode: str,
-    attn_sink: torch.Tensor | None,
-    sm_scale: float | None,
-    return_lse: bool,
-    num_qo_heads: int | None,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-) -> SparsePlan:
+def plan_for(given: SparseArguments, mode: str) -> SparsePlan:
     """The plan of a call that was not planned, from a small cache.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was given.
     """
+    q, prefix, extend, sm_scale = given.q, given.prefix, given.extend, given.sm_scale
     query = query_format(q)
     formats: list[RowsFormat | None] = []
     for name, source in (("prefix", prefix), ("extend", extend)):
@@ -152,7 +142,7 @@ def plan_for(
     first = prefix if prefix is not None else extend
     if first is None:
         raise ValueError("prefix or extend must be a KVSource, got None for both")
-    heads = num_heads_of(q, first.num_tokens, num_qo_heads)
+    heads = num_heads_of(q, first.num_tokens, given.num_qo_heads)
     if mode == "auto":
         mode = _resolve_mode(mode, formats[0], formats[1])
     check_formats(mode, query, formats[0], formats[1])
@@ -161,7 +151,8 @@ def plan_for(
     compiled = is_compiled(q.data if isinstance(q, DSV4Rows) else q)
     return make_plan(
         mode, active_target(device), compiled, device, heads, query, formats[0], formats[1], scale,
-        attn_sink is not None, return_lse, num_splits, batch_invariant,
+        given.attn_sink is not None, given.return_lse or given.lse is not None, given.num_splits,
+        given.batch_invariant,
     )  # fmt: skip
 
 
@@ -169,13 +160,12 @@ def plan_for(
 _known: Bounded[SparsePlan] = Bounded(1024)
 
 
-def known_plan(
-    q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None, *options: Any
-) -> tuple[Any, SparsePlan | None]:
+def known_plan(operation: str, given: SparseArguments) -> tuple[Any, SparsePlan | None]:
     """What calls like this one are remembered by, and the plan that `remember` kept for it.
 
     Everything that a mode and a plan depend on is part of the key, which is None for wrong classes.
     """
+    q = given.q
     try:
         running = executor()
         query = (
@@ -184,9 +174,12 @@ def known_plan(
         )  # fmt: skip
         sources = tuple(
             None if source is None else (source.format_id, source.num_tokens, source.nnz, source.num_rows)
-            for source in (prefix, extend)
+            for source in (given.prefix, given.extend)
         )
-        key = (query, q.device, sources, options, None if running is None else running.target.name)
+        writes = given.return_lse or given.lse is not None
+        options = (given[PLAIN_VALUES], type(given.num_splits), given.attn_sink is None, writes)
+        target = None if running is None else running.target.name
+        key = (operation, query, q.device, sources, options, target)
         return key, _known.get(key)
     except (AttributeError, TypeError):
         return None, None

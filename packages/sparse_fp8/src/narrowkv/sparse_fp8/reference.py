@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.options import SparseArguments
 from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.sparse_fp8.options import SparseDecodeOptions, SparseFp8Options, SparseRowsOptions
 
 __all__ = ["sparse_decode_reference", "sparse_prefill_fp8_reference", "sparse_prefill_reference"]
 
@@ -19,18 +26,15 @@ def _as_float32(rows: torch.Tensor | DSV4Rows) -> torch.Tensor:
     return rows.dequantize() if isinstance(rows, DSV4Rows) else rows.float()
 
 
-def _attend(
-    q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None,
-    attn_sink: torch.Tensor | None, sm_scale: float | None, out: torch.Tensor | None, return_lse: bool,
-    num_qo_heads: int | None,
-) -> Result:  # fmt: skip
+def _attend(given: SparseArguments) -> Result:
     """What all three operations compute, token by token."""
+    q, prefix, extend, attn_sink, out = given[:5]
     sources = [source for source in (prefix, extend) if source is not None]
     tokens = sources[0].num_tokens
     query = _as_float32(q)
-    scale = query.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scale = query.shape[-1] ** -0.5 if given.sm_scale is None else given.sm_scale
     if isinstance(q, DSV4Rows):
-        heads = query_heads(q, tokens, num_qo_heads)
+        heads = query_heads(q, tokens, given.num_qo_heads)
         query = query[: tokens * heads].view(tokens, heads, -1)
     device = query.device
     o = torch.zeros((*query.shape[:2], HEAD_DIM), dtype=torch.float32, device=device)
@@ -55,57 +59,37 @@ def _attend(
         lse[token] = log_sum.float()
     if out is not None:
         o = out.copy_(o)
-    return (o, lse) if return_lse else o
+    return (o, lse) if given.return_lse else o
 
 
 def sparse_prefill_reference(
     q: torch.Tensor | DSV4Rows,
     prefix: KVSource | None,
     extend: KVSource | None = None,
-    *,
-    attn_sink: torch.Tensor | None = None,
-    sm_scale: float | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    validate: bool = False,
-    num_qo_heads: int | None = None,
+    **options: Unpack[SparseRowsOptions],
 ) -> Result:
     """`sparse_prefill` (and `_fp8`, and `sparse_decode`) token by token; same arguments.
 
     The result is float32 unless `out` says otherwise. Indices and indptr are read on the host.
     """
-    return _attend(q, prefix, extend, attn_sink, sm_scale, out, return_lse, num_qo_heads)
+    return _attend(SparseArguments(q, prefix, extend, **options))
 
 
 def sparse_prefill_fp8_reference(
     q: torch.Tensor | DSV4Rows,
     prefix: KVSource | None,
     extend: KVSource | None = None,
-    *,
-    attn_sink: torch.Tensor | None = None,
-    sm_scale: float | None = None,
-    mode: str = "auto",
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    validate: bool = False,
-    num_qo_heads: int | None = None,
+    **options: Unpack[SparseFp8Options],
 ) -> Result:
     """`sparse_prefill_fp8` in float32 on the dequantised rows, whatever the mode."""
-    return _attend(q, prefix, extend, attn_sink, sm_scale, out, return_lse, num_qo_heads)
+    return _attend(SparseArguments(q, prefix, extend, **options))
 
 
 def sparse_decode_reference(
     q: torch.Tensor | DSV4Rows,
     prefix: KVSource | None,
     extend: KVSource | None = None,
-    *,
-    attn_sink: torch.Tensor | None = None,
-    sm_scale: float | None = None,
-    num_splits: int | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    validate: bool = False,
-    num_qo_heads: int | None = None,
+    **options: Unpack[SparseDecodeOptions],
 ) -> Result:
     """`sparse_decode` in float32 on the dequantised rows, without splitting."""
-    return _attend(q, prefix, extend, attn_sink, sm_scale, out, return_lse, num_qo_heads)
+    return _attend(SparseArguments(q, prefix, extend, **options))

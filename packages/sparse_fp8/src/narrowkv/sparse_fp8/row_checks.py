@@ -19,7 +19,7 @@ from narrowkv.sparse_fp8.layouts import ROPE_DIM, RowLayout
 __all__ = ["check_absent", "check_pages", "check_parts"]
 
 
-class Rows(Protocol):
+class RowTensors(Protocol):
     """What the checks read of `DSV4Rows`."""
 
     @property
@@ -40,7 +40,7 @@ class Rows(Protocol):
     def places(self) -> RowLayout: ...
 
 
-def check_pages(rows: Rows) -> None:
+def check_pages(rows: RowTensors) -> None:
     """Refuses a buffer that does not hold whole pages."""
     check_dtype("buffer", rows.data, torch.uint8)
     layout = rows.places
@@ -72,7 +72,7 @@ def check_pages(rows: Rows) -> None:
         )
 
 
-def check_parts(rows: Rows) -> None:
+def check_parts(rows: RowTensors) -> None:
     """Refuses tensors of layouts without pages that do not fit each other."""
     if rows.page_size != 1:
         raise ValueError(f"page_size must be 1 for layout {rows.layout}, got {rows.page_size}")

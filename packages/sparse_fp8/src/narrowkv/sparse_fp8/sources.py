@@ -61,7 +61,7 @@ class Source:
     format_id: int
     byte_ranges: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def listed(self) -> int:
         """Rows that all tokens attend to, at most."""
         return self.nnz

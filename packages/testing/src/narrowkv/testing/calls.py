@@ -13,7 +13,7 @@ from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import get_target
 
 
-class Launch(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """One launch, with what an executor is given.
 
     Attributes:
@@ -59,9 +59,9 @@ class LaunchRecorder:
         self._seen.append(launch)
 
     @property
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[RecordedLaunch]:
         """The launches so far."""
-        return [Launch(*launch) for launch in self._seen]
+        return [RecordedLaunch(*launch) for launch in self._seen]
 
     def clear(self) -> None:
         """Forgets them."""

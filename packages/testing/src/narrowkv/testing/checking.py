@@ -14,7 +14,7 @@ import torch
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs, relative_l1
 from narrowkv.runtime.launch import executing
 from narrowkv.testing.cases import Case, Inputs, Results
-from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.emulation import EmulatedLaunch, EmulateExecutor
 from narrowkv.testing.operations import cases_of
 from narrowkv.testing.places import find_place
 from narrowkv.testing.samples import sample
@@ -128,7 +128,7 @@ class SampleResult:
     error: ErrorReport
     sample: Sample
     detail: str
-    runs: tuple[Run, ...]
+    runs: tuple[EmulatedLaunch, ...]
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

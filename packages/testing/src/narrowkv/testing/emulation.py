@@ -17,14 +17,14 @@ from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
 from narrowkv.runtime.targets import get_target
-from narrowkv.testing.workgroups import Launch, Workgroup
+from narrowkv.testing.workgroups import SampledLaunch, Workgroup
 
 # Workgroups of a launch that the numpy engine runs, by default: it costs little more than one would.
 CHECKED = 4
 
 
 @dataclass(frozen=True)
-class Run:
+class EmulatedLaunch:
     """One launch that was emulated.
 
     Attributes:
@@ -62,7 +62,7 @@ class EmulateExecutor:
         self,
         target: str,
         *,
-        workgroups: Callable[[Launch], Iterable[Workgroup]] | None = None,
+        workgroups: Callable[[SampledLaunch], Iterable[Workgroup]] | None = None,
         detect_races: bool = False,
         detect_hazards: bool = False,
         checked: int | None = CHECKED,
@@ -71,7 +71,7 @@ class EmulateExecutor:
         self._checked = checked
         self._inputs = {x.untyped_storage().data_ptr() for x in inputs}
         self.target = get_target(target)
-        self.runs: list[Run] = []
+        self.runs: list[EmulatedLaunch] = []
         self._programs: dict[tuple[str, int], Program] = {}
         self._workgroups = workgroups
         self._detect_races = detect_races
@@ -91,7 +91,7 @@ class EmulateExecutor:
         """Compiles the launch for the target and executes it on the tensors given, which are CPU tensors."""
         artifact = compile_launch(self.target, kernel, grid, args, constexprs, options)
         x, y, z = (*grid, 1, 1)[:3]
-        launch = Launch(artifact.name, (x, y, z), constexprs)
+        launch = SampledLaunch(artifact.name, (x, y, z), constexprs)
         code = artifact.assembly, artifact.lds_bytes
         program = self._programs.get(code)
         if program is None:
@@ -109,7 +109,7 @@ class EmulateExecutor:
             checked=self._checked or 0,
             check_uninitialised=True if self._checked == 0 else None,
         )
-        self.runs.append(Run(artifact, launch.size, result))
+        self.runs.append(EmulatedLaunch(artifact, launch.size, result))
 
     def _device_pointers(self, args: tuple[Any, ...]) -> tuple[Memory, list[Any]]:
         """The kernel's arguments, every storage mapped once."""

@@ -32,7 +32,7 @@ _OUTLIERS = (12.0, -9.0, 7.0, -6.0, 5.0, -4.0)
 SETS = ("gaussian", "outlier")
 
 
-class Inputs(NamedTuple):
+class AttentionInputs(NamedTuple):
     """One query token a sequence: q `[batch, ratio, head_dim]`; k, v `[batch, tokens, head_dim]`; fp32."""
 
     q: torch.Tensor
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class InputSizes:
     """Sizes of the inputs, which have one KV head."""
 
     batch: int = 8
@@ -53,7 +53,7 @@ class Sizes:
         return f"batch {self.batch}, context {self.context}, ratio {self.ratio}, head_dim {self.head_dim}"
 
 
-def make_inputs(name: str, sizes: Sizes, seed: int, device: str = "cpu") -> Inputs:
+def make_inputs(name: str, sizes: InputSizes, seed: int, device: str = "cpu") -> AttentionInputs:
     """Seeded inputs of a set, made on the CPU so that every device gets the same numbers.
 
     "gaussian": q, k, v ~ N(0, 1). "outlier": K has an offset on six channels and a component of rank 4, each
@@ -72,10 +72,10 @@ def make_inputs(name: str, sizes: Sizes, seed: int, device: str = "cpu") -> Inpu
         k += normal(batch, sizes.context, 4) @ normal(4, dim) * 0.5
         q += 0.6 * normal(4, dim)[torch.randint(4, (batch, sizes.ratio), generator=random)]
         v *= torch.exp(0.5 * normal(dim))
-    return Inputs(*(x.bfloat16().float().to(device) for x in (q, k, v)))
+    return AttentionInputs(*(x.bfloat16().float().to(device) for x in (q, k, v)))
 
 
-def attention(x: Inputs) -> torch.Tensor:
+def attention(x: AttentionInputs) -> torch.Tensor:
     """Softmax attention in fp32, `[batch, ratio, head_dim]`."""
     logits = x.q @ x.k.transpose(1, 2) * x.q.shape[-1] ** -0.5
     return torch.softmax(logits, -1) @ x.v
@@ -114,7 +114,7 @@ def _as_is(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StoredFormat:
     """A way to store K and V.
 
     Attributes:
@@ -136,14 +136,14 @@ class Recipe:
     rotated: bool = False
     kernel: bool = True
 
-    def attend(self, x: Inputs, kept: Kept) -> torch.Tensor:
+    def attend(self, x: AttentionInputs, kept: Kept) -> torch.Tensor:
         """Attention on what the cache gives back; `kept` has the sides that other recipes store alike."""
         k_key, v_key = (self.k, self.offset, self.rotated), (self.v, self.balanced)
         if k_key not in kept:
             kept[k_key] = self._stored_k(x.k)
         if v_key not in kept:
             kept[v_key] = self._stored_v(x.v)
-        return attention(Inputs(hadamard(x.q) if self.rotated else x.q, kept[k_key], kept[v_key]))
+        return attention(AttentionInputs(hadamard(x.q) if self.rotated else x.q, kept[k_key], kept[v_key]))
 
     def _stored_k(self, k: torch.Tensor) -> torch.Tensor:
         if self.rotated:
@@ -159,8 +159,8 @@ class Recipe:
         return self.v(scale.divide(v[:, :, None])[:, :, 0]) * scale.scale[0]
 
 
-def _same(name: str, store: Store, bits: float, *, kernel: bool = True) -> Recipe:
-    return Recipe(name, store, store, bits, kernel=kernel)
+def _same(name: str, store: Store, bits: float, *, kernel: bool = True) -> StoredFormat:
+    return StoredFormat(name, store, store, bits, kernel=kernel)
 
 
 MX_FLOOR = "FP4, a scale per 32, floor (OCP MX)"
@@ -171,7 +171,7 @@ _HEAD, _GROUP, _TOKEN = 4 + 8 / 128, 4 + 8 / 32, 8 + 32 / 128  # one byte a head
 _FP8 = _same("FP8", _per_token, _TOKEN)
 _FP4_HEAD = _same("FP4, a scale per head, least squares", _e8m0(0, "mse"), _HEAD)
 _FP4_GROUP = _same("FP4, a scale per 32, least squares", _e8m0(32, "mse"), _GROUP)
-_K8V4 = Recipe("K FP8, V FP4, a scale per head", _per_token, _e8m0(0, "mse"), (_TOKEN + _HEAD) / 2)
+_K8V4 = StoredFormat("K FP8, V FP4, a scale per head", _per_token, _e8m0(0, "mse"), (_TOKEN + _HEAD) / 2)
 RECIPES = (
     _same("bf16", _as_is, 16),
     _same(FP8_PLAIN, _per_tensor, 8),
@@ -235,12 +235,12 @@ GOAL_SEEDS = 3
 
 
 @dataclass(frozen=True)
-class Task:
+class ErrorTask:
     """One set of inputs, on which every recipe is measured."""
 
     inputs: str
     seed: int
-    sizes: Sizes
+    sizes: InputSizes
     device: str
 
 
@@ -248,7 +248,7 @@ class Task:
 Errors = dict[str, tuple[float, float]]
 
 
-def run_task(task: Task) -> Errors:
+def run_task(task: ErrorTask) -> Errors:
     """Every recipe's errors on one set of inputs."""
     x = make_inputs(task.inputs, task.sizes, task.seed, task.device)
     expected = attention(x)
@@ -257,7 +257,7 @@ def run_task(task: Task) -> Errors:
     return {name: (relative_l1(o, expected), rmse(o, expected)) for name, o in outputs}
 
 
-def mean_errors(found: dict[Task, Errors]) -> list[FormatError]:
+def mean_errors(found: dict[ErrorTask, Errors]) -> list[FormatError]:
     """Every recipe's means over the seeds that were measured, by input set."""
 
     def means(recipe: str, figure: int) -> dict[str, float]:
@@ -267,11 +267,11 @@ def mean_errors(found: dict[Task, Errors]) -> list[FormatError]:
     return [FormatError(r.name, r.bits, r.kernel, means(r.name, 0), means(r.name, 1)) for r in RECIPES]
 
 
-def measure(seeds: Sequence[int], sizes: Sizes, device: str) -> list[FormatError]:
+def measure(seeds: Sequence[int], sizes: InputSizes, device: str) -> list[FormatError]:
     """Every recipe's mean errors over both input sets and some seeds."""
     return mean_errors({task: run_task(task) for task in tasks(seeds, sizes, device)})
 
 
-def tasks(seeds: Sequence[int], sizes: Sizes, device: str) -> list[Task]:
+def tasks(seeds: Sequence[int], sizes: InputSizes, device: str) -> list[ErrorTask]:
     """Every input set with every seed."""
-    return [Task(name, seed, sizes, device) for seed in seeds for name in SETS]
+    return [ErrorTask(name, seed, sizes, device) for seed in seeds for name in SETS]

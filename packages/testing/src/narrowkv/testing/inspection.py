@@ -17,7 +17,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
 from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing.cases import Case
 from narrowkv.testing.codegen import KernelCode, compile_call
-from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.emulation import EmulatedLaunch, EmulateExecutor
 from narrowkv.testing.operations import cases_of
 from narrowkv.testing.records import number
 from narrowkv.testing.roofline import Roofline, roofline
@@ -103,7 +103,9 @@ class Inspection:
         return body
 
 
-def _run_a_few(target: str, call: Callable[[], object]) -> tuple[list[CompiledArtifact], list[Run], str]:
+def _run_a_few(
+    target: str, call: Callable[[], object]
+) -> tuple[list[CompiledArtifact], list[EmulatedLaunch], str]:
     """Compiles every launch and emulates a few workgroups of each, or says why they could not be."""
     executor = EmulateExecutor(target, workgroups=a_few(_WORKGROUPS))
     try:
@@ -115,7 +117,7 @@ def _run_a_few(target: str, call: Callable[[], object]) -> tuple[list[CompiledAr
 
 
 def models(
-    run: Run, loop: Loop, target: Target, bytes_per_pass: float
+    run: EmulatedLaunch, loop: Loop, target: Target, bytes_per_pass: float
 ) -> tuple[Roofline, Roofline, Emulated]:
     """Models of one pass and of one workgroup, from what all waves of all emulated workgroups executed."""
     counts, groups = run.result.counts, run.result.workgroups
@@ -143,7 +145,7 @@ def models(
     )
 
 
-def loop_model(runs: Sequence[Run], bytes_per_pass: float, target: str) -> dict[str, Any] | None:
+def loop_model(runs: Sequence[EmulatedLaunch], bytes_per_pass: float, target: str) -> dict[str, Any] | None:
     """A roofline of the hot loop from what emulated workgroups executed; None if they passed none."""
     main = max(runs, key=lambda run: run.artifact.loop.mfma)
     if main.result.profile.hot_loop is None:

@@ -21,13 +21,13 @@ from narrowkv.testing.machine import versions
 from narrowkv.testing.operations import OPERATIONS
 from narrowkv.testing.words import AMD_TARGETS
 
-__all__ = ["Step", "commands", "report_document", "run_step", "run_steps"]
+__all__ = ["ReportCommand", "commands", "report_document", "run_step", "run_steps"]
 
 _LINES = 12  # shown of the output of a command that failed
 
 
 @dataclass(frozen=True)
-class Step:
+class ReportCommand:
     """One command of the report, and its result.
 
     Attributes:
@@ -72,23 +72,23 @@ def commands(target: str | None, *, quick: bool = False) -> list[str]:
     return found
 
 
-def run_step(program: Sequence[str], command: str, seconds: float) -> Step:
+def run_step(program: Sequence[str], command: str, seconds: float) -> ReportCommand:
     """Runs one command in its own process, so that a fault leaves the others; ends it after `seconds`."""
     begun = time.monotonic()
     line = [*program, *command.split(), "--json"]
     try:
         done = subprocess.run(line, capture_output=True, text=True, timeout=max(seconds, 1), check=False)
     except subprocess.TimeoutExpired:
-        return Step(command, None, time.monotonic() - begun, said="did not end in time")
+        return ReportCommand(command, None, time.monotonic() - begun, said="did not end in time")
     try:
         document = json.loads(done.stdout)
     except ValueError:
         document = None
     said = "\n".join(done.stderr.strip().splitlines()[-_LINES:]) if done.returncode else ""
-    return Step(command, done.returncode, time.monotonic() - begun, document, said)
+    return ReportCommand(command, done.returncode, time.monotonic() - begun, document, said)
 
 
-def run_steps(program: Sequence[str], planned: Sequence[str], seconds: float) -> Iterator[Step]:
+def run_steps(program: Sequence[str], planned: Sequence[str], seconds: float) -> Iterator[ReportCommand]:
     """Runs the commands one after the other; those that no time is left for are not run."""
     end = time.monotonic() + seconds
     for command in planned:
@@ -96,10 +96,10 @@ def run_steps(program: Sequence[str], planned: Sequence[str], seconds: float) ->
         if left > 0:
             yield run_step(program, command, left)
         else:
-            yield Step(command, None, 0.0, said="time was up")
+            yield ReportCommand(command, None, 0.0, said="time was up")
 
 
-def report_document(environment: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
+def report_document(environment: Mapping[str, Any], steps: Sequence[ReportCommand]) -> dict[str, Any]:
     """The report's JSON document, in the form of the files in benchmarks/results/."""
     gpu = next(iter(environment["gpus"]), None)
     rehearsal = "rehearsal without a GPU: nothing was measured"

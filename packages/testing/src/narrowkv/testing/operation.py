@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from narrowkv.testing.contracts import Contract, ContractSet, Shape
-from narrowkv.testing.workgroups import Launch, Workgroup
+from narrowkv.testing.workgroups import SampledLaunch, Workgroup
 
 if TYPE_CHECKING:
     from narrowkv.runtime.targets import Target
@@ -191,7 +191,9 @@ class OperationEntry:
     module: str
     validate: ValidateEntry
     contracts: tuple[ContractSet, ...] = ()
-    samples: Mapping[str, Callable[[Launch], Iterable[Workgroup]]] = field(default_factory=dict, hash=False)
+    samples: Mapping[str, Callable[[SampledLaunch], Iterable[Workgroup]]] = field(
+        default_factory=dict, hash=False
+    )
     hbm_share: float = 1.0
     is_paged: bool = False
     has_peers: bool = False

@@ -14,7 +14,8 @@ from narrowkv.testing.records import number
 from narrowkv.testing.words import QUERY_DTYPES
 
 __all__ = [
-    "Column", "Row", "capacity", "cell", "code", "columns", "device_times", "emulated", "reasons", "sections",
+    "BackendColumn", "ContractRow", "capacity", "cell", "code", "columns", "device_times", "emulated",
+    "reasons", "sections",
 ]  # fmt: skip
 
 _MARKS = {PASS: "ok", FAIL: "FAIL", INEXACT: "over"}
@@ -22,7 +23,7 @@ _COUNTED = (NOT_RUN, SKIPPED, REFUSED)
 
 
 @dataclass(frozen=True)
-class Column:
+class BackendColumn:
     """A backend at a place or target, which answered a contract."""
 
     head: tuple[str, str]
@@ -31,14 +32,14 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class ContractRow:
     """Contracts that differ in page size and 16-bit query alone; indices into the set."""
 
     cache: str
     indices: tuple[int, ...]
 
 
-def columns(seen: ProbeRun) -> list[Column]:
+def columns(seen: ProbeRun) -> list[BackendColumn]:
     """The columns of the table: narrowkv at each place and target, then other implementations."""
     found = []
     for name in dict.fromkeys([*(place.name for place in seen.places), *seen.targets]):
@@ -48,12 +49,13 @@ def columns(seen: ProbeRun) -> list[Column]:
             head = (f"{name} code", "emulated" if ran else "compiled")
         else:
             head = ("this GPU", "") if place.is_gpu else ("this CPU", "interpreted")
-        found.append(Column(head, OURS.name, name))
+        found.append(BackendColumn(head, OURS.name, name))
     where = next((place.name for place in seen.places if not place.is_emulated), "")
-    return found + [Column((name, "peer"), name, where) for name, why in seen.absent.items() if why is None]
+    peers = [name for name, why in seen.absent.items() if why is None]
+    return found + [BackendColumn((name, "peer"), name, where) for name in peers]
 
 
-def sections(contracts: Sequence[Contract]) -> dict[str, list[Row]]:
+def sections(contracts: Sequence[Contract]) -> dict[str, list[ContractRow]]:
     """Rows by what they have in common: operation, queries, page sizes, bound."""
     pages: dict[tuple[str, str, str, float], list[int]] = {}
     for index, c in enumerate(contracts):
@@ -64,17 +66,17 @@ def sections(contracts: Sequence[Contract]) -> dict[str, list[Row]]:
         sizes = tuple(contracts[i].page_size for i in indices)
         kind = "16-bit" if q in QUERY_DTYPES else q
         rows.setdefault((function, kind, cache, bound, sizes), []).extend(indices)
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[ContractRow]] = {}
     for (function, _, cache, bound, sizes), indices in rows.items():
         queries = ", ".join(dict.fromkeys(contracts[i].q for i in indices))
         title = f"{function}: Q {queries}"
         if any(sizes):
             title += f"; pages of {', '.join(map(str, sizes))} tokens"
-        found.setdefault(f"{title}; bound {bound:.1e}", []).append(Row(cache, tuple(indices)))
+        found.setdefault(f"{title}; bound {bound:.1e}", []).append(ContractRow(cache, tuple(indices)))
     return found
 
 
-def cell(seen: ProbeRun, row: Row, column: Column) -> tuple[str, str]:
+def cell(seen: ProbeRun, row: ContractRow, column: BackendColumn) -> tuple[str, str]:
     """A mark with the worst error, and the worst status."""
     statuses: list[str] = []
     for index in row.indices:

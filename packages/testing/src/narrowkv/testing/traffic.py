@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from narrowkv.testing.bench.large_cache import CacheSizes
 
-__all__ = ["MODELS", "TRAFFIC", "Heads", "Step", "grid", "serving_steps"]
+__all__ = ["MODELS", "TRAFFIC", "Heads", "LayerStep", "grid", "serving_steps"]
 
 SHORTEST, MEDIAN, LONGEST, SPREAD = 100, 2000, 60_000, 1.2  # tokens; of the logarithm
 _CAPACITY = 65_536  # tokens that a row of an engine's block table has pages for
@@ -46,7 +46,7 @@ TRAFFIC = ("decode", "speculative", "mixed", "speculative-mixed")
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerStep:
     """One attention layer of one step of an engine.
 
     Attributes:
@@ -122,7 +122,7 @@ class Step:
             "new_tokens": sum(self.q_lens), "keys": sum(self.lens), "longest": max(self.lens),
         }  # fmt: skip
 
-    def rehearsal(self) -> Step:
+    def rehearsal(self) -> LayerStep:
         """A few of the sequences, among them the one with the most new tokens, and a 64th of their tokens."""
         order = sorted(range(len(self.lens)), key=lambda i: -self.q_lens[i])
         chosen = sorted(order[:1] + order[-_REHEARSED_SEQUENCES + 1 :]) if len(order) > 1 else order
@@ -163,7 +163,7 @@ def _sequences(traffic: str, batch: int, draw: random.Random) -> list[tuple[int,
 def serving_steps(
     models: Sequence[str], traffic: Sequence[str], batches: Sequence[int], formats: Sequence[str],
     seed: int = 0,
-) -> list[Step]:  # fmt: skip
+) -> list[LayerStep]:  # fmt: skip
     """A step of every combination; a mixed one also as an append.
 
     A step's lengths depend on its model, traffic, batch and the seed, and on nothing else.
@@ -187,25 +187,25 @@ def serving_steps(
         q_lens, lens = zip(
             *_sequences(kind, batch, random.Random(f"{seed} {model} {kind} {batch}")), strict=True
         )
-        step = Step(model, kind, q_lens, lens, fmt, capacity=_CAPACITY)
+        step = LayerStep(model, kind, q_lens, lens, fmt, capacity=_CAPACITY)
         steps += [step, replace(step, appends=True)] if kind.endswith("mixed") else [step]
     return steps
 
 
-def _alike(model: str, batch: int, new: int, keys: int, fmt: str = "fp8_e4m3fn") -> Step:
+def _alike(model: str, batch: int, new: int, keys: int, fmt: str = "fp8_e4m3fn") -> LayerStep:
     name = "decode" if new == 1 else "speculative" if new <= max(_DRAFTED) else "prefill"
-    return Step(model, f"{name} {new} of {keys}", (new,) * batch, (keys,) * batch, fmt)
+    return LayerStep(model, f"{name} {new} of {keys}", (new,) * batch, (keys,) * batch, fmt)
 
 
-def _mixed(model: str, decodes: int, chunks: int, new: int) -> Iterator[Step]:
+def _mixed(model: str, decodes: int, chunks: int, new: int) -> Iterator[LayerStep]:
     draw = random.Random(f"{model} {decodes} {chunks}")
     q_lens = (1,) * decodes + (new,) * chunks
     lens = tuple(n + (_length(draw) if n == 1 else _CHUNK_PREFIX) for n in q_lens)
-    step = Step(model, f"{decodes} decodes + {chunks} x {new}", q_lens, lens)
+    step = LayerStep(model, f"{decodes} decodes + {chunks} x {new}", q_lens, lens)
     return iter((step, replace(step, appends=True)))
 
 
-def grid() -> list[Step]:
+def grid() -> list[LayerStep]:
     """Steps for which the automatic choice is compared with every forced one."""
     return [
         *(_alike("glm-4.5", *sizes) for sizes in ((4, 1, 1024), (1, 1, 32768), (64, 1, 8192))),
@@ -221,7 +221,7 @@ def grid() -> list[Step]:
     ]  # fmt: skip
 
 
-def rehearsals(steps: Iterable[Step]) -> list[Step]:
+def rehearsals(steps: Iterable[LayerStep]) -> list[LayerStep]:
     """Small steps for a CPU: one of each model, kind of traffic, format and operation."""
     kinds = {(step.model, step.traffic, step.format, step.appends): step for step in steps}
     return [step.rehearsal() for step in kinds.values()]

@@ -10,7 +10,7 @@ Workgroup = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Launch:
+class SampledLaunch:
     """One launch as a sample sees it.
 
     Attributes:
@@ -34,26 +34,26 @@ class Launch:
         return ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
 
 
-def corners(launch: Launch) -> Iterable[Workgroup]:
+def corners(launch: SampledLaunch) -> Iterable[Workgroup]:
     """First, middle and last along each axis: for kernels whose workgroups need nothing of each other."""
     x, y, z = ({0, extent // 2, extent - 1} for extent in launch.grid)
     return sorted((i, j, k) for i in x for j in y for k in z)
 
 
-def _decode_rows(launch: Launch) -> tuple[int, int, int]:
+def _decode_rows(launch: SampledLaunch) -> tuple[int, int, int]:
     """KV heads, rows of each and rows of a tile, of a decode kernel."""
     sizes, blocks = launch.constexprs["SIZES"], launch.constexprs["BLOCKS"]
     return sizes.num_kv_heads, sizes.q_len * sizes.gqa_ratio, blocks.m
 
 
-def last_head_program(launch: Launch) -> Iterable[Workgroup]:
+def last_head_program(launch: SampledLaunch) -> Iterable[Workgroup]:
     """Every split of every sequence for the last KV head's last rows, which are the ragged ones."""
     heads, rows, block = _decode_rows(launch)
     programs = heads * -(-rows // block)
     return ((i, 0, 0) for i in range(programs - 1, launch.grid[0], programs))
 
 
-def rows_of_last_head_program(launch: Launch) -> Iterable[Workgroup]:
+def rows_of_last_head_program(launch: SampledLaunch) -> Iterable[Workgroup]:
     """The rows whose partial results `last_head_program` leaves."""
     heads, rows, block = _decode_rows(launch)
     left = rows - (rows - 1) // block * block
@@ -61,25 +61,25 @@ def rows_of_last_head_program(launch: Launch) -> Iterable[Workgroup]:
     return ((seq + row, 0, 0) for seq in range(0, launch.grid[0], heads * rows) for row in last)
 
 
-def sparse_programs(launch: Launch) -> Iterable[Workgroup]:
+def sparse_programs(launch: SampledLaunch) -> Iterable[Workgroup]:
     """First, middle and last heads and tokens; where rows are split, all splits of the last."""
     if launch.grid[1] == 1:
         return corners(launch)
     return ((launch.grid[0] - 1, split, 0) for split in range(launch.grid[1]))
 
 
-def rows_of_last_sparse_program(launch: Launch) -> Iterable[Workgroup]:
+def rows_of_last_sparse_program(launch: SampledLaunch) -> Iterable[Workgroup]:
     """Heads whose partial results `sparse_programs` leaves: some of the last token's."""
     return ((row, 0, 0) for row in range(max(0, launch.grid[0] - 8), launch.grid[0]))
 
 
-def splits_of_some_tiles(launch: Launch) -> Iterable[Workgroup]:
+def splits_of_some_tiles(launch: SampledLaunch) -> Iterable[Workgroup]:
     """All splits of the first and last tile of two heads; places past the last tile hold none."""
     x, _, splits = launch.grid
     return ((i, 0, k) for i in (0, x - 1) for k in range(splits))
 
 
-def prefill_programs(launch: Launch) -> Iterable[Workgroup]:
+def prefill_programs(launch: SampledLaunch) -> Iterable[Workgroup]:
     """All splits of some tiles; with even shares of keys, all programs of the last KV head.
 
     Which programs share a tile follows from the lengths, which only the device knows. Programs without a
@@ -92,7 +92,7 @@ def prefill_programs(launch: Launch) -> Iterable[Workgroup]:
     return ((i, 0, 0) for i in range(heads - 1, launch.grid[0], heads))
 
 
-def last_head_of_an_append(launch: Launch) -> Iterable[Workgroup]:
+def last_head_of_an_append(launch: SampledLaunch) -> Iterable[Workgroup]:
     """Programs of the last KV head, of both kinds; they wait for one another at most."""
     heads = launch.constexprs["SIZES"].num_kv_heads
     return ((i, 0, 0) for i in range(heads - 1, launch.grid[0], heads))

@@ -47,7 +47,7 @@ class _Attributes(ctypes.Structure):
     )  # fmt: skip
 
 
-class Usage(ctypes.Structure):
+class DeviceMemoryUsage(ctypes.Structure):
     """`Usage` of hip_runtime.c: memory of one device."""
 
     _fields_ = tuple(
@@ -151,9 +151,9 @@ class Runtime:
         )  # fmt: skip
         self.library.virtual_gpu_setup(ctypes.byref(description), ctypes.byref(self._callbacks))
 
-    def usage(self, device: int) -> Usage:
+    def usage(self, device: int) -> DeviceMemoryUsage:
         """Memory statistics of a device."""
-        usage = Usage()
+        usage = DeviceMemoryUsage()
         self.library.virtual_gpu_usage(device, ctypes.byref(usage))
         return usage
 

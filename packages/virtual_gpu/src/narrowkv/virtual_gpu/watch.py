@@ -64,7 +64,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Change:
+class Difference:
     """One difference between two runs.
 
     Attributes:
@@ -168,7 +168,7 @@ def run_cases(cases: Path, triton: Path, target: str, cache: Path) -> Run:
         )  # fmt: skip
 
 
-def compare(before: Run, after: Run, tolerance: float = 1e-2) -> Iterator[Change]:
+def compare(before: Run, after: Run, tolerance: float = 1e-2) -> Iterator[Difference]:
     """What changed from one run to another of the same cases on the same chip.
 
     Args:
@@ -178,7 +178,7 @@ def compare(before: Run, after: Run, tolerance: float = 1e-2) -> Iterator[Change
     for case, old in before.records.items():
         new = after.records[case]
         if old["error"] != new["error"]:
-            yield Change(
+            yield Difference(
                 after.target, case, "", "error", old["error"] or "none", new["error"] or "none",
                 new["error"] is not None,
             )  # fmt: skip
@@ -187,28 +187,28 @@ def compare(before: Run, after: Run, tolerance: float = 1e-2) -> Iterator[Change
             yield from _compare_launches(after.target, case, old["launches"], new["launches"])
 
 
-def _compare_results(case: str, before: Run, after: Run, tolerance: float) -> Iterator[Change]:
+def _compare_results(case: str, before: Run, after: Run, tolerance: float) -> Iterator[Difference]:
     first, second = before.outputs[case], after.outputs[case]
     if not first and not second:
         return  # a case that this chip leaves out
     if case not in after.expected:
         if (difference := distance(first, second)) > tolerance:
-            yield Change(after.target, case, "", "result", "-", f"differs by {difference:.1e}", True)
+            yield Difference(after.target, case, "", "result", "-", f"differs by {difference:.1e}", True)
         return
     old, new = (distance(after.expected[case], outputs) for outputs in (first, second))
     if (old > tolerance) != (new > tolerance):
-        yield Change(
+        yield Difference(
             after.target, case, "", "result", f"error {old:.1e}", f"error {new:.1e}", new > tolerance
         )
 
 
 def _compare_launches(
     target: str, case: str, old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
-) -> Iterator[Change]:
+) -> Iterator[Difference]:
     """Compares launch by launch; where another kernel is launched, only that is said."""
     names = [[launch["kernel"] for launch in launches] for launches in (old, new)]
     if names[0] != names[1]:
-        yield Change(target, case, "", "launches", ", ".join(names[0]), ", ".join(names[1]), False)
+        yield Difference(target, case, "", "launches", ", ".join(names[0]), ", ".join(names[1]), False)
         return
     said = set()
     for first, second in zip(old, new, strict=True):
@@ -217,12 +217,11 @@ def _compare_launches(
             x, y = first[what], second[what]
             if x != y:
                 worse = y < x if what == "waves" else what in ("spills", "scratch") and y > x
-                changes.append(Change(target, case, first["kernel"], what, str(x), str(y), worse))
+                changes.append(Difference(target, case, first["kernel"], what, str(x), str(y), worse))
         x, y = first["modelled_us"], second["modelled_us"]
         if x and y and not 1 / _SLOWER < y / x < _SLOWER:
-            changes.append(
-                Change(target, case, first["kernel"], "modelled time", f"{x:.1f} us", f"{y:.1f} us", y > x)
-            )
+            times = f"{x:.1f} us", f"{y:.1f} us"
+            changes.append(Difference(target, case, first["kernel"], "modelled time", *times, y > x))
         yield from (change for change in changes if change not in said)
         said.update(changes)
 
@@ -247,7 +246,7 @@ def watch(
     cache: Path,
     targets: Sequence[str] = TARGETS,
     tolerance: float = 1e-2,
-) -> list[Change]:
+) -> list[Difference]:
     """Runs a file of cases under two versions on each chip, and compares.
 
     Args:
@@ -263,14 +262,14 @@ def watch(
     if len(versions) != 2:
         raise ValueError(f"two versions are compared, got {len(versions)}")
     folders = [triton_folder(version, cache) for version in versions]
-    changes: list[Change] = []
+    changes: list[Difference] = []
     for target in targets:
         before, after = (run_cases(cases, folder, target, cache) for folder in folders)
         changes += compare(before, after, tolerance)
     return changes
 
 
-def table(changes: Sequence[Change], versions: Sequence[str]) -> str:
+def table(changes: Sequence[Difference], versions: Sequence[str]) -> str:
     """The changes as lines for a person; those for the worse come first."""
     if not changes:
         return "nothing changed"
@@ -283,7 +282,7 @@ def table(changes: Sequence[Change], versions: Sequence[str]) -> str:
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def as_json(changes: Sequence[Change], versions: Sequence[str]) -> str:
+def as_json(changes: Sequence[Difference], versions: Sequence[str]) -> str:
     """The changes as one JSON document."""
     return json.dumps(
         {"versions": list(versions), "changes": [asdict(change) for change in changes]}, indent=1

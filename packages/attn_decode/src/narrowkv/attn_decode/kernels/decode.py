@@ -146,8 +146,8 @@ def _paged_decode_kernel(
         )
     if RULES.q_format != "":
         q = widen_query(q, RULES.q_format, K.parts)
-    if RULES.stages > 0 or io.k_balance is not None:
-        q = transform_query(q, io.k_balance, kv_head, SIZES.head_dim, K.parts, RULES.stages, PAIRS)
+    if RULES.butterflies > 0 or io.k_balance is not None:
+        q = transform_query(q, io.k_balance, kv_head, SIZES.head_dim, K.parts, RULES.butterflies, PAIRS)
     q_scale = 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
     if RULES.native:

@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     q_descale: Any = None
 
 
-class Workspace(NamedTuple):
+class PartialResults(NamedTuple):
     """Partial results of splits, and how many of them have arrived."""
 
     acc: Any
@@ -86,7 +86,7 @@ class Rules(NamedTuple):
         lazy: sums of values are multiplied only in steps that raise a maximum.
         prefetch: "pages", page ids are located one tile ahead where no row needs a mask of its own, too;
             "tile", keys, values and scales are loaded one tile ahead there; or "".
-        stages: how Q is rotated, as keys were; see `rotate_parts`.
+        butterflies: how Q is rotated, as keys were; see `rotate_parts`.
         registers: the loop is `attend_in_registers`, which loads the cache to registers without shared
             memory.
         q_format: the FP8 format of Q, which is loaded as bytes; "" for 16-bit queries.
@@ -112,7 +112,7 @@ class Rules(NamedTuple):
     early: bool = False
     lazy: bool = False
     prefetch: str = ""
-    stages: int = 0
+    butterflies: int = 0
     registers: bool = False
     q_format: str = ""
 

@@ -74,7 +74,7 @@ def load_new(
     x = load_rotated(
         chunk.k, at, rope, tokens, inside, d, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
     )
-    x = transform_keys(x, chunk.k_offset, chunk.k_balance, kv_head, SIZES.head_dim, STORING.stages)
+    x = transform_keys(x, chunk.k_offset, chunk.k_balance, kv_head, SIZES.head_dim, STORING.butterflies)
     at = tokens * chunk.v_token + kv_head * chunk.v_head
     y = tl.load(
         chunk.v + at[:, None] + d[None, :], mask=inside[:, None] & (d < SIZES.head_dim)[None, :], other=0.0

@@ -299,7 +299,7 @@ class Storing(NamedTuple):
         k_max, v_max: the largest number of the format.
         k_scaling, v_scaling: see `quantise_rows`.
         k_group, v_group: FP4: channels of a scale, 0 for one scale.
-        stages: how keys are rotated last, see `rotate_parts`.
+        butterflies: how keys are rotated last, see `rotate_parts`.
     """
 
     rotary_dim: int
@@ -311,7 +311,7 @@ class Storing(NamedTuple):
     v_scaling: str
     k_group: int
     v_group: int
-    stages: int
+    butterflies: int
 
 
 class Blocks(NamedTuple):

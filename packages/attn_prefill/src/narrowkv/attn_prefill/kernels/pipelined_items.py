@@ -27,7 +27,7 @@ class Work(NamedTuple):
     factor_flag: Any
 
 
-class Place(NamedTuple):
+class WorkItem(NamedTuple):
     """A pair of a tile and a head, and a split of its keys."""
 
     pair: Any
@@ -177,7 +177,7 @@ def lookup(work, turn, NUM_KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
         pairs = work.num_tiles * NUM_KV_HEADS
         split = pair // pairs
         pair = pair % pairs
-    return Place(pair, split), pair % NUM_KV_HEADS, scheduled_tile(work.schedule, pair // NUM_KV_HEADS)
+    return WorkItem(pair, split), pair % NUM_KV_HEADS, scheduled_tile(work.schedule, pair // NUM_KV_HEADS)
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from narrowkv.cdna_emulator import formats
-from narrowkv.cdna_emulator.matrix import _BITS, Shape, mfma_shape, shared_blocks
+from narrowkv.cdna_emulator.matrix import _BITS, MatrixShape, mfma_shape, shared_blocks
 from narrowkv.cdna_emulator.matrix_sums import _LEAST, GROUPS
 from narrowkv.cdna_emulator.operands import constant_bits
 from narrowkv.cdna_emulator.parser import Instruction
@@ -38,7 +38,7 @@ _SHAPE = np.dtype(
 )
 
 
-def _factor(kind: str, shape: Shape, target: str) -> Array:
+def _factor(kind: str, shape: MatrixShape, target: str) -> Array:
     factor = np.zeros((), _FACTOR)
     narrow = kind in ("fp8", "bf8", "fp6", "bf6", "fp4")
     factor["element"], factor["bits"] = _ELEMENTS[kind], _BITS[kind]

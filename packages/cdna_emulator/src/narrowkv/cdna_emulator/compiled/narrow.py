@@ -11,7 +11,7 @@ from narrowkv.cdna_emulator.operands import constant_bits
 from narrowkv.cdna_emulator.packed import _DOT, _HALF, _HALF_OPS, _WORD_OPS
 from narrowkv.cdna_emulator.parser import Instruction
 from narrowkv.cdna_emulator.state import Array
-from narrowkv.cdna_emulator.valu_ops import Op
+from narrowkv.cdna_emulator.valu_ops import ValuOp
 
 from .operations import Code, UntranslatableError
 from .vector import SAME, emit_rows
@@ -241,7 +241,7 @@ def _packed_source(
     return row
 
 
-def _packed_half(code: Code, inst: Instruction, op: Op) -> None:
+def _packed_half(code: Code, inst: Instruction, op: ValuOp) -> None:
     count = len(op.sources)
     fields = [
         inst.bits(name, count, default)
@@ -264,7 +264,7 @@ def _packed_half(code: Code, inst: Instruction, op: Op) -> None:
         code.emit("pk_clamp_f16", target, result)
 
 
-def _packed_word(code: Code, inst: Instruction, op: Op) -> None:
+def _packed_word(code: Code, inst: Instruction, op: ValuOp) -> None:
     count, target = len(op.sources), code.operand(inst, 0).index
     clamp, is_move = "clamp" in inst.modifiers, inst.name == "v_pk_mov_b32"
     low, high = inst.bits("op_sel", count, 0), inst.bits("op_sel_hi", count, 1)

@@ -9,7 +9,7 @@ from narrowkv.cdna_emulator.operands import DTYPES, Operand, constant_bits, outp
 from narrowkv.cdna_emulator.parser import Instruction
 from narrowkv.cdna_emulator.state import EXEC, LANES, VCC
 from narrowkv.cdna_emulator.valu import CARRY
-from narrowkv.cdna_emulator.valu_ops import ACCUMULATING, COMPARES, LITERAL_FMA, VALU, Op
+from narrowkv.cdna_emulator.valu_ops import ACCUMULATING, COMPARES, LITERAL_FMA, VALU, ValuOp
 
 from .operations import Code, UntranslatableError
 
@@ -50,7 +50,7 @@ def translate_vector(code: Code, inst: Instruction) -> bool:
     return True
 
 
-def sources(code: Code, inst: Instruction, op: Op, texts: range | list[int]) -> list[int]:
+def sources(code: Code, inst: Instruction, op: ValuOp, texts: range | list[int]) -> list[int]:
     """Rows of the sources at some positions, with SDWA selection, op_sel and modifiers."""
     pick = inst.bits("op_sel", len(texts) + 1, 0)
     rows = []
@@ -69,7 +69,7 @@ def emit_rows(code: Code, name: str, target: int, rows: list[int], **fields: int
     code.emit(name, target, **dict(zip("abc", rows, strict=False)), **fields)
 
 
-def _destination(code: Code, inst: Instruction, op: Op) -> tuple[int, tuple[str, str] | None]:
+def _destination(code: Code, inst: Instruction, op: ValuOp) -> tuple[int, tuple[str, str] | None]:
     """The register of the result, and the part of it that is written if it is not all of it."""
     operand = code.operand(inst, 0)
     if inst.encoding == "sdwa":
@@ -84,7 +84,7 @@ def _destination(code: Code, inst: Instruction, op: Op) -> tuple[int, tuple[str,
     return operand.index, None
 
 
-def _plain(code: Code, inst: Instruction, base: str, op: Op) -> None:
+def _plain(code: Code, inst: Instruction, base: str, op: ValuOp) -> None:
     texts = [*range(1, len(inst.operands)), *([0] if inst.name in ACCUMULATING else [])]
     name = SAME.get(base, base)
     clamp, factor = "clamp" in inst.modifiers, output_modifier(inst)
@@ -136,7 +136,7 @@ def _dpp_plan(inst: Instruction) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.concatenate([control[0], control[1], rows & banks]).astype(np.uint8)
 
 
-def _dpp_sources(code: Code, inst: Instruction, op: Op, texts: list[int], plan: object) -> list[int]:
+def _dpp_sources(code: Code, inst: Instruction, op: ValuOp, texts: list[int], plan: object) -> list[int]:
     rows: list[int] = []
     for position, kind in zip(texts, op.sources, strict=True):
         operand = code.operand(inst, position)
@@ -179,16 +179,16 @@ def _select(code: Code, inst: Instruction) -> None:
         raise UntranslatableError("v_cndmask_b32 with DPP")
     signs = any(text.startswith(("-v", "-s", "|", "-|", "neg(", "abs(")) for text in inst.operands[1:3])
     kind = "f32" if signs else "u32"
-    a, b = sources(code, inst, Op("u32", (kind, kind), np.where), [1, 2])
+    a, b = sources(code, inst, ValuOp("u32", (kind, kind), np.where), [1, 2])
     pair = _mask(code, inst, 3) if len(inst.operands) == 4 else VCC
-    target, part = _destination(code, inst, Op("u32", (kind, kind), np.where))
+    target, part = _destination(code, inst, ValuOp("u32", (kind, kind), np.where))
     result = target if part is None else code.temporary()
     code.emit_scalar("v_cndmask_b32", 64 * result, 64 * a, 64 * b, pair)
     if part is not None:
         code.insert(target, result, *part)
 
 
-_TWO_WORDS = Op("u32", ("u32", "u32"), np.add)
+_TWO_WORDS = ValuOp("u32", ("u32", "u32"), np.add)
 
 
 def _carry(code: Code, inst: Instruction) -> None:
@@ -210,17 +210,17 @@ def _carry(code: Code, inst: Instruction) -> None:
 
 def _mad_64(code: Code, inst: Instruction) -> None:
     kinds = ("i32", "i32", "i64") if "i64" in inst.name else ("u32", "u32", "u64")
-    rows = sources(code, inst, Op(kinds[2], kinds, np.add), [2, 3, 4])
+    rows = sources(code, inst, ValuOp(kinds[2], kinds, np.add), [2, 3, 4])
     emit_rows(code, inst.name, code.operand(inst, 0).index, rows, y=_mask(code, inst, 1))
 
 
 def _div_scale(code: Code, inst: Instruction) -> None:
-    rows = sources(code, inst, Op("", (inst.name[-3:],) * 3, np.add), [2, 3, 4])
+    rows = sources(code, inst, ValuOp("", (inst.name[-3:],) * 3, np.add), [2, 3, 4])
     emit_rows(code, inst.name, code.operand(inst, 0).index, rows, y=_mask(code, inst, 1))
 
 
 def _div_fmas(code: Code, inst: Instruction) -> None:
-    rows = sources(code, inst, Op("", (inst.name[-3:],) * 3, np.add), [1, 2, 3])
+    rows = sources(code, inst, ValuOp("", (inst.name[-3:],) * 3, np.add), [1, 2, 3])
     emit_rows(code, inst.name, code.operand(inst, 0).index, rows)
 
 

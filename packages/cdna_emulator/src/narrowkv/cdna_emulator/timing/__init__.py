@@ -3,14 +3,14 @@
 from .caches import CacheShares, Reads, cache_shares
 from .errors import IdleTraceError, ModelError, PeakError
 from .machine import MACHINES, SOURCE_NAMES, SOURCES, Machine
-from .pipeline import Loop, Simulation, simulate
+from .pipeline import Simulation, SteadyLoop, simulate
 from .report import Prediction, predict, predict_launch, until_the_last_ends
-from .survey import Share, Survey, survey
-from .trace import Op, Trace, trace_text, trace_workgroup
+from .survey import Survey, WorkgroupClass, survey
+from .trace import Trace, TracedInstruction, trace_text, trace_workgroup
 
 __all__ = [
-    "MACHINES", "SOURCES", "SOURCE_NAMES", "CacheShares", "IdleTraceError", "Loop", "Machine", "ModelError",
-    "Op", "PeakError", "Prediction", "Reads", "Share", "Simulation", "Survey", "Trace", "cache_shares",
-    "predict", "predict_launch", "simulate", "survey", "trace_text", "trace_workgroup",
-    "until_the_last_ends",
+    "MACHINES", "SOURCES", "SOURCE_NAMES", "CacheShares", "IdleTraceError", "Machine", "ModelError",
+    "PeakError", "Prediction", "Reads", "Simulation", "SteadyLoop", "Survey", "Trace", "TracedInstruction",
+    "WorkgroupClass", "cache_shares", "predict", "predict_launch", "simulate", "survey", "trace_text",
+    "trace_workgroup", "until_the_last_ends",
 ]  # fmt: skip

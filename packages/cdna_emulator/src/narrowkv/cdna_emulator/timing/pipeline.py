@@ -17,13 +17,13 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 
 from .machine import Machine
-from .trace import Op, Trace
+from .trace import Trace, TracedInstruction
 
 _UNITS = ("matrix", "vector ALU", "LDS", "vector cache", "Infinity Cache", "memory")
 
 
 @dataclass(frozen=True)
-class Loop:
+class SteadyLoop:
     """The hot loop in its steady state.
 
     Attributes:
@@ -60,12 +60,12 @@ class Simulation:
     clocks: float
     busy: dict[str, float]
     flops: float
-    loop: Loop | None
+    loop: SteadyLoop | None
 
 
 @dataclass
 class _Wave:
-    ops: tuple[Op, ...]
+    ops: tuple[TracedInstruction, ...]
     workgroup: int
     simd: int
     at: int = 0
@@ -103,7 +103,7 @@ class _Unit:
         """Records that a unit was busy."""
         self.log.append((now, unit, clocks))
 
-    def lds_access(self, op: Op, now: float, pair: int) -> float:
+    def lds_access(self, op: TracedInstruction, now: float, pair: int) -> float:
         """When an LDS instruction that is issued now completes."""
         m = self.machine
         start = max(now + op.issue, self.lds)
@@ -122,7 +122,7 @@ class _Unit:
             queue.popleft()
         return now if len(queue) < self.machine.lds_queue else queue[0]
 
-    def missing(self, op: Op, key: int) -> int:
+    def missing(self, op: TracedInstruction, key: int) -> int:
         """Bytes of an access that the vector cache does not hold."""
         if not op.lines:
             return op.bytes
@@ -136,7 +136,7 @@ class _Unit:
             return now
         return self.flight[0][0]
 
-    def memory_access(self, op: Op, now: float, key: int, size: int) -> float:
+    def memory_access(self, op: TracedInstruction, now: float, key: int, size: int) -> float:
         """When a load or store that is issued now completes; ``size`` bytes of it miss the cache."""
         m = self.machine
         start = max(now + op.issue, self.cache)
@@ -264,7 +264,7 @@ class _Simulator:
                 wave.local.append(now + self.machine.scalar_load)
             self._next(wave, op.clocks)
 
-    def _memory(self, wave: _Wave, op: Op, simd: int) -> None:
+    def _memory(self, wave: _Wave, op: TracedInstruction, simd: int) -> None:
         unit, now, pair = self.unit, self.now, simd // 2
         if unit.port[simd] > now:
             self._later(wave, unit.port[simd], "LDS and memory port")
@@ -288,7 +288,7 @@ class _Simulator:
         unit.port[simd] = now + op.issue
         self._next(wave, self.machine.issue)
 
-    def _wait(self, wave: _Wave, op: Op) -> None:
+    def _wait(self, wave: _Wave, op: TracedInstruction) -> None:
         for queue, count, reason in ((wave.vector, op.vector, "memory"), (wave.local, op.local, "LDS")):
             if count < 0:
                 continue
@@ -323,7 +323,7 @@ class _Simulator:
             self._pass_barrier(wave.workgroup)
 
 
-def _steady(simulator: _Simulator, warps: int) -> Loop | None:
+def _steady(simulator: _Simulator, warps: int) -> SteadyLoop | None:
     """The hot loop between a third of its passes and its last."""
     waves = [wave for wave in simulator.waves if len(wave.heads) >= 4]
     if not waves:
@@ -349,7 +349,7 @@ def _steady(simulator: _Simulator, warps: int) -> Loop | None:
     whole = sum(stalls.values()) or 1.0
     flops = float(sum(op.flops for wave in simulator.waves[:warps] for op in _one_pass(wave.ops)))
     first = min(wave.heads[0] for wave in measured)
-    return Loop(
+    return SteadyLoop(
         longest, clocks, first, simulator.now - max(wave.heads[-1] for wave in measured), busy,
         {reason: lost / whole for reason, lost in sorted(stalls.items(), key=lambda i: -i[1])}, flops,
     )  # fmt: skip
@@ -363,7 +363,7 @@ def _passes_until(heads: list[float], when: float) -> float:
     return at + (when - heads[at - 1]) / (heads[at] - heads[at - 1])
 
 
-def _one_pass(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+def _one_pass(ops: tuple[TracedInstruction, ...]) -> tuple[TracedInstruction, ...]:
     heads = [k for k, op in enumerate(ops) if op.head == 0]
     return ops[heads[-2] : heads[-1]] if len(heads) > 1 else ()
 

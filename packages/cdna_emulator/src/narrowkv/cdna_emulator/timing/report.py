@@ -11,8 +11,8 @@ from narrowkv.cdna_emulator.state import Array
 
 from .errors import IdleTraceError, PeakError
 from .machine import MACHINES, Machine
-from .pipeline import Loop, simulate
-from .survey import Share, Survey
+from .pipeline import SteadyLoop, simulate
+from .survey import Survey, WorkgroupClass
 from .trace import Trace
 
 
@@ -44,7 +44,7 @@ class Prediction:
     clock_hz: float
     seconds: float
     flops: float
-    loop: Loop | None
+    loop: SteadyLoop | None
     matrix_share: float
     bound: str
     has_addresses: bool
@@ -153,7 +153,7 @@ def predict(
     )  # fmt: skip
     if workgroups is None:
         workgroups = most * machine.compute_units
-    alike = Survey((Share(trace),), np.zeros(workgroups, np.int64))
+    alike = Survey((WorkgroupClass(trace),), np.zeros(workgroups, np.int64))
     return predict_launch(
         alike, registers=registers, lds_bytes=lds_bytes, passes=passes, pass_factor=pass_factor,
         hbm_share=hbm_share, l2_misses=l2_misses, workgroups_per_unit=workgroups_per_unit, machine=machine,
@@ -227,7 +227,7 @@ class _Span:
 
     clocks: float
     flops: float
-    loop: Loop | None
+    loop: SteadyLoop | None
     matrix_share: float
     bound: str
 

@@ -28,7 +28,7 @@ _SHARES = 4  # classes of workgroups that work unequally long
 
 
 @dataclass(frozen=True)
-class Share:
+class WorkgroupClass:
     """Workgroups that do about the same, and the trace of one of them.
 
     Attributes:
@@ -51,7 +51,7 @@ class Survey:
             vector ALUs and LDS busy, by the instructions that they execute.
     """
 
-    shares: tuple[Share, ...]
+    shares: tuple[WorkgroupClass, ...]
     classes: Array
     matrix_clocks: float = 0.0
     vector_clocks: float = 0.0
@@ -119,7 +119,7 @@ def survey(
             program, grid=grid, args=args, memory=memory, workgroup=positions[numbers[example]]
         )
         restore()
-        shares.append(Share(trace, idle))
+        shares.append(WorkgroupClass(trace, idle))
     member = np.zeros(len(numbers), np.int64)
     for number, (chosen, _) in enumerate(groups):
         member[chosen] = number

@@ -40,7 +40,7 @@ _READ_16 = {
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class TracedInstruction:
     """One executed instruction.
 
     Attributes:
@@ -79,12 +79,13 @@ class Trace:
     Attributes:
         program: its kernel.
         waves: the instructions of each wave.
-        heads: whether loops are known by their first instruction (`Op.head`); 0 is the hot loop.
+        heads: whether loops are known by their first instruction (`TracedInstruction.head`); 0 is the hot
+            loop.
         has_addresses: whether LDS clocks and cache lines come from addresses.
     """
 
     program: Program
-    waves: tuple[tuple[Op, ...], ...]
+    waves: tuple[tuple[TracedInstruction, ...], ...]
     has_addresses: bool
 
 
@@ -160,7 +161,7 @@ class _Recorder:
         )
 
 
-def _static_op(inst: Instruction, program: Program, machine: Machine) -> Op:
+def _static_op(inst: Instruction, program: Program, machine: Machine) -> TracedInstruction:
     """The instruction's op, with the accesses of a conflict-free and coalesced wave."""
     use, name = usage(inst, program), inst.name
     kind = use.kind
@@ -168,28 +169,28 @@ def _static_op(inst: Instruction, program: Program, machine: Machine) -> Op:
         slow = machine.transcendental if use.is_transcendental else machine.valu
         if _MULTIPLY.match(name):
             slow = machine.multiply
-        return Op("valu", slow, packed=bool(_PACKED.match(name)) and machine.packed_waits)
+        return TracedInstruction("valu", slow, packed=bool(_PACKED.match(name)) and machine.packed_waits)
     if kind == "mfma":
         shape = mfma_shape(inst)
         assert shape is not None
-        return Op("mfma", matrix_clocks(shape, program.target), flops=shape.flops)
+        return TracedInstruction("mfma", matrix_clocks(shape, program.target), flops=shape.flops)
     if kind == "wait":
         counts = wait_counts(inst)
-        return Op("wait", vector=counts.get("vmcnt", -1), local=counts.get("lgkmcnt", -1))
+        return TracedInstruction("wait", vector=counts.get("vmcnt", -1), local=counts.get("lgkmcnt", -1))
     if kind == "nop":
-        return Op("nop", machine.issue * (int(inst.operands[0], 0) + 1))
+        return TracedInstruction("nop", machine.issue * (int(inst.operands[0], 0) + 1))
     if kind == "ds":
         return _lds_op(name, machine)
     if kind in ("load", "store", "atomic", "to_lds"):
         size = _width(name)
         moved = "store" if kind == "store" else "load"
         issue = machine.issue * (1 + (max(size // 4, 1) if kind == "store" else 0))
-        op = Op(moved, 0, issue, 64 * size, to_lds=kind == "to_lds")
+        op = TracedInstruction(moved, 0, issue, 64 * size, to_lds=kind == "to_lds")
         return replace(op, clocks=_cache_clocks(size, 64 * size / machine.l1_line, machine))
     if name == "s_setprio":
-        return Op("priority", level=int(inst.operands[0], 0))
+        return TracedInstruction("priority", level=int(inst.operands[0], 0))
     known = {"smem", "barrier", "branch", "end"}
-    return Op(kind if kind in known else "salu")
+    return TracedInstruction(kind if kind in known else "salu")
 
 
 def _width(name: str) -> int:
@@ -206,18 +207,18 @@ def _cache_clocks(size: int, lines: float, machine: Machine) -> float:
     return max(least, lines * machine.l1_line / machine.l1)
 
 
-def _lds_op(name: str, machine: Machine) -> Op:
+def _lds_op(name: str, machine: Machine) -> TracedInstruction:
     found = re.search(r"_(?:b|u|i)(\d+)", name)
     size = max(int(found.group(1)) // 8, 4) if found else 4
     size *= 2 if name.startswith(("ds_read2", "ds_write2")) else 1
     if name.startswith("ds_write"):
         issue = machine.issue * (1 + size // 4)
-        return Op("lds", 64 * size / machine.lds_write, issue)
+        return TracedInstruction("lds", 64 * size / machine.lds_write, issue)
     rate = machine.lds_read if size >= 4 else machine.lds_write
-    return Op("lds", 64 * size / rate, bytes=64 * size)
+    return TracedInstruction("lds", 64 * size / rate, bytes=64 * size)
 
 
-def static_ops(program: Program, machine: Machine) -> list[list[Op]]:
+def static_ops(program: Program, machine: Machine) -> list[list[TracedInstruction]]:
     """The ops of each block's instructions, with conflict-free and coalesced accesses."""
     return [[_static_op(inst, program, machine) for inst in block.instructions] for block in program.blocks]
 
@@ -234,9 +235,9 @@ class _Flattener:
 
     def wave(
         self, blocks: Sequence[int], accesses: Iterable[tuple[int, float, int, tuple[int, ...]]] | None
-    ) -> tuple[Op, ...]:
+    ) -> tuple[TracedInstruction, ...]:
         """The ops of one wave; without accesses, as `_static_op` assumes."""
-        result: list[Op] = []
+        result: list[TracedInstruction] = []
         records = list(accesses or ())
         at = 0
         for position, index in enumerate(blocks):
@@ -259,7 +260,9 @@ class _Flattener:
                 result[first] = replace(result[first], head=self.heads[index])
         return tuple(result)
 
-    def _measured(self, inst: Instruction, op: Op, own: list[tuple[int, float, int, tuple[int, ...]]]) -> Op:
+    def _measured(
+        self, inst: Instruction, op: TracedInstruction, own: list[tuple[int, float, int, tuple[int, ...]]]
+    ) -> TracedInstruction:
         moved = sum(access[2] for access in own)
         if op.kind == "lds":
             return replace(op, clocks=sum(access[1] for access in own), bytes=moved if op.bytes else 0)

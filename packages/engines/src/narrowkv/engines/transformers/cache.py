@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 from narrowkv.engines.geometry import decoder_reasons, is_latent
 from narrowkv.engines.transformers.latent import IndexedLatentLayer, LatentLayer, check_options
 from narrowkv.engines.transformers.layers import NarrowLayer
-from narrowkv.engines.transformers.rows import Rows
+from narrowkv.engines.transformers.rows import PaddedBatch
 from narrowkv.paged_cache import CacheFormat, PagedKVCache
 from narrowkv.quant import Calibration
 from narrowkv.quant.formats import get_format
@@ -87,7 +87,7 @@ class NarrowCache(Cache):
         self.format = CacheFormat.parse(format)
         self.scale_group, self.scale_format = scale_group, scale_format
         self.descales = k_descale, v_descale
-        self._rows: Rows | None = None
+        self._rows: PaddedBatch | None = None
         text = config.get_text_config(decoder=True)
         for reason in decoder_reasons(text, latent=True):
             raise ValueError(f"NarrowCache cannot hold this model: {reason}. Use transformers' own cache")
@@ -124,7 +124,7 @@ class NarrowCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, NarrowLayer)]
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> PaddedBatch:
         """The rows of the batch.
 
         Raises:
@@ -138,7 +138,7 @@ class NarrowCache(Cache):
         """Bytes of all pages and their descales; 0 before the first tokens."""
         return sum(layer.bytes() for layer in self.narrow_layers)
 
-    def rows_for(self, batch: int, device: torch.device) -> Rows:
+    def rows_for(self, batch: int, device: torch.device) -> PaddedBatch:
         """The rows of a batch of this size, new ones if the cache was empty or had another."""
         if self._rows is None or self._rows.batch != batch:
             if self._rows is not None and self._rows.length:
@@ -149,10 +149,12 @@ class NarrowCache(Cache):
             self._rows = self._make_rows(batch, device)
         return self._rows
 
-    def _make_rows(self, batch: int, device: torch.device) -> Rows:
-        return Rows(batch, self.max_length, self.page_size, device, first=self.first, recent=self.recent)
+    def _make_rows(self, batch: int, device: torch.device) -> PaddedBatch:
+        return PaddedBatch(
+            batch, self.max_length, self.page_size, device, first=self.first, recent=self.recent
+        )
 
-    def allocate_near(self, rows: Rows, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+    def allocate_near(self, rows: PaddedBatch, num_kv_heads: int, head_dim: int) -> PagedKVCache:
         """Pages of the first and the newest tokens of one layer, one for each row."""
         shape = (rows.batch, self.first + self.recent, num_kv_heads)
         scales = [torch.ones(shape, dtype=torch.float32, device=rows.device) for _ in "kv"]
@@ -161,7 +163,7 @@ class NarrowCache(Cache):
             device=rows.device,
         )  # fmt: skip
 
-    def allocate(self, rows: Rows, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+    def allocate(self, rows: PaddedBatch, num_kv_heads: int, head_dim: int) -> PagedKVCache:
         """Pages of one layer."""
         num_pages = rows.batch * rows.pages
         descales: list[float | torch.Tensor | None] = []

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from narrowkv.attn_decode import DecodePlan
-from narrowkv.engines.transformers.rows import Rows
+from narrowkv.engines.transformers.rows import PaddedBatch
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, append
 from narrowkv.quant import LayerCalibration
 
@@ -31,16 +31,16 @@ class Owner(Protocol):
     scale_format: str
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> PaddedBatch:
         """The rows of the batch."""
 
-    def rows_for(self, batch: int, device: torch.device) -> Rows:
+    def rows_for(self, batch: int, device: torch.device) -> PaddedBatch:
         """The rows of a batch of this size."""
 
-    def allocate(self, rows: Rows, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+    def allocate(self, rows: PaddedBatch, num_kv_heads: int, head_dim: int) -> PagedKVCache:
         """Pages of one layer."""
 
-    def allocate_near(self, rows: Rows, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+    def allocate_near(self, rows: PaddedBatch, num_kv_heads: int, head_dim: int) -> PagedKVCache:
         """Pages of the first and the newest tokens of one layer."""
 
     def step_at(self, length: int, tokens: int, padding: torch.Tensor | None) -> Any:
@@ -136,7 +136,7 @@ class NarrowLayer(CacheLayerMixin):
     def decode_plans(self, q: torch.Tensor) -> tuple[DecodePlan | None, ...]:
         """The plan of a decode step over each of `decode_inputs`; found again without a look-up.
 
-        None where torch.compile traces, as of `Rows.prefill_plan`.
+        None where torch.compile traces, as of `PaddedBatch.prefill_plan`.
         """
         if torch.compiler.is_compiling():
             return (None,) * len(self.decode_inputs())

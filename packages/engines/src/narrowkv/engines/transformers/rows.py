@@ -16,7 +16,7 @@ from narrowkv.sparse_fp8.binding import RowsFormat
 
 
 @dataclass(frozen=True)
-class Step:
+class ForwardPass:
     """What the layers share in one forward pass.
 
     Attributes:
@@ -35,7 +35,7 @@ class Step:
     window: WindowStep | None = None
 
 
-class Rows:
+class PaddedBatch:
     """The rows of a batch. Row b has the pages `b * pages .. (b + 1) * pages`; its padding is not stored.
 
     Nothing is read from the device: lengths, slots and starts are computed there.
@@ -67,14 +67,14 @@ class Rows:
         self.first_slot = torch.arange(batch, dtype=torch.int32, device=device) * (self.pages * page_size)
         self.window = Window(self.table, first, recent) if recent else None
         self.length = 0
-        self.step: Step | None = None
-        self._one_token = Step(1, self._slots, self.table, None)
+        self.step: ForwardPass | None = None
+        self._one_token = ForwardPass(1, self._slots, self.table, None)
         self.set_lens(self.seq_lens)
         self._decode_plans: dict[Any, DecodePlan] = {}
         self._prefill_plans: dict[Any, PrefillPlan] = {}
         self._latent_plans: dict[Any, SparsePlan] = {}
 
-    def advance(self, tokens: int, padding: torch.Tensor | None) -> Step:
+    def advance(self, tokens: int, padding: torch.Tensor | None) -> ForwardPass:
         """Makes room for the next tokens of every row.
 
         Args:
@@ -101,7 +101,7 @@ class Rows:
         elif tokens == 1:
             kept = padding[:, -1].bool()
             self._state.add_(kept)
-            self.step = Step(1, torch.where(kept, self._slots, -1), self.table, None)
+            self.step = ForwardPass(1, torch.where(kept, self._slots, -1), self.table, None)
         else:
             self.step = self._advance_padded(tokens, padding[:, -tokens:])
         if self.window is not None:
@@ -112,15 +112,15 @@ class Rows:
             self.step = replace(self.step, window=WindowStep(*slots, *before))
         return self.step
 
-    def _advance_all(self, tokens: int) -> Step:
+    def _advance_all(self, tokens: int) -> ForwardPass:
         self._state.add_(tokens)
         if tokens == 1:
             return self._one_token
         index = torch.arange(1 - tokens, 1, dtype=torch.int32, device=self.device)
         starts = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * tokens
-        return Step(tokens, (self._slots[:, None] + index).flatten(), self.table, starts)
+        return ForwardPass(tokens, (self._slots[:, None] + index).flatten(), self.table, starts)
 
-    def _advance_padded(self, tokens: int, padding: torch.Tensor) -> Step:
+    def _advance_padded(self, tokens: int, padding: torch.Tensor) -> ForwardPass:
         """Sequences of padding, which attend to nothing, stand between the rows' sequences."""
         starts, counts = interleaved_starts(padding)
         kept = padding.bool()
@@ -129,7 +129,7 @@ class Rows:
         table = PageTable.from_block_table(
             between_padding(self.table.page_ids), between_padding(self.seq_lens), page_size=self.page_size
         )
-        return Step(tokens, torch.where(kept, index, -1).flatten(), table, starts)
+        return ForwardPass(tokens, torch.where(kept, index, -1).flatten(), table, starts)
 
     def crop(self, tokens: int) -> None:
         """Forgets the last tokens of every row."""
@@ -168,7 +168,7 @@ class Rows:
             )  # fmt: skip
         return plan
 
-    def prefill_plan(self, q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPlan | None:
+    def prefill_plan(self, q: torch.Tensor, cache: PagedKVCache, step: ForwardPass) -> PrefillPlan | None:
         """The plan of this chunk, made once for all layers of a shape.
 
         None where torch.compile traces, which cannot follow how a plan is made: the operator makes its own.

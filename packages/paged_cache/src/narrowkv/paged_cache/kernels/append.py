@@ -111,18 +111,18 @@ def load_rotated(
 
 
 @triton.jit
-def transform_keys(x, k_offset, k_balance, head, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr):
+def transform_keys(x, k_offset, k_balance, head, HEAD_DIM: tl.constexpr, BUTTERFLIES: tl.constexpr):
     """Float32 keys [N, D] of one head as a `KeyTransform` stores them.
 
     k_offset, k_balance: `[heads, HEAD_DIM]` float32, or None: keys lose one and are divided by the other.
-    STAGES: how they are then rotated, see `rotate_parts`.
+    BUTTERFLIES: how they are then rotated, see `rotate_parts`.
     """
     d = tl.arange(0, x.shape[1])
     if k_offset is not None:
         x -= tl.load(k_offset + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)[None, :]
     if k_balance is not None:
         x = tl.div_rn(x, tl.load(k_balance + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=1.0)[None, :])
-    return rotate_parts((x,), STAGES, 1)[0]
+    return rotate_parts((x,), BUTTERFLIES, 1)[0]
 
 
 @triton.jit
@@ -265,7 +265,7 @@ def _append_kernel(
     k_new, v_new, k, v, k_descale, v_descale, k_offset, k_balance, rope, q, slot_mapping, slot_step,
     num_slots,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    STAGES: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+    BUTTERFLIES: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
     K_VEC: tl.constexpr, V_VEC: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -276,7 +276,7 @@ def _append_kernel(
 
     Args:
         k_new, v_new: `NewTokens`; k, v: `KVPointers`; k_descale, v_descale: `DescalePointers`.
-        k_offset, k_balance, STAGES: see `transform_keys`. rope: `RopePointers`; q: `Queries`.
+        k_offset, k_balance, BUTTERFLIES: see `transform_keys`. rope: `RopePointers`; q: `Queries`.
         slot_mapping: `[tokens]` int32 or int64 of stride `slot_step`; num_slots: slots of the cache.
         K_MAX, V_MAX: the largest number of the format; K_SCALING, V_SCALING: see `quantise_rows`.
         K_GROUP, V_GROUP: FP4: channels per scale, 0 for one scale; RULE: how its exponent is chosen.
@@ -303,7 +303,7 @@ def _append_kernel(
         k_new.ptr, tokens * k_new.token + head * k_new.head, rope, tokens, one, d,
         HEAD_DIM, ROTARY_DIM, INTERLEAVED,
     )  # fmt: skip
-    x = transform_keys(x, k_offset, k_balance, head, HEAD_DIM, STAGES)
+    x = transform_keys(x, k_offset, k_balance, head, HEAD_DIM, BUTTERFLIES)
     at = tokens * v_new.token + head * v_new.head
     y = tl.load(v_new.ptr + at[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
     quantise_rows(

@@ -37,14 +37,14 @@ def widen_query(q, FORMAT: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def transform_query(
     q, k_balance, kv_head,
-    HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr = False,
+    HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, BUTTERFLIES: tl.constexpr, PAIRS: tl.constexpr = False,
 ):  # fmt: skip
     """Q for keys that are stored by a `KeyTransform`, float32 in parts.
 
     Args:
         q: parts of rows that all belong to `kv_head`.
         k_balance: float32 `[num_kv_heads, HEAD_DIM]`, or None.
-        STAGES: see `rotate_parts`.
+        BUTTERFLIES: see `rotate_parts`.
         PAIRS: as for `columns_of_part`.
     """
     PART: tl.constexpr = q[0].shape[1]
@@ -55,7 +55,7 @@ def transform_query(
         if k_balance is not None:
             x *= tl.load(k_balance + kv_head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)[None, :]
         balanced = balanced + (x,)
-    return rotate_parts(balanced, STAGES, PARTS)
+    return rotate_parts(balanced, BUTTERFLIES, PARTS)
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def products_with_offset(q, k_offset, kv_head, HEAD_DIM: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _transform_queries_kernel(
     q, out, shift, k_balance, k_offset, rope, q_token, q_head, num_tokens, scale,
-    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, BUTTERFLIES: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Rows of Q of one KV head by `load_rotated` and `transform_query`.
@@ -102,7 +102,7 @@ def _transform_queries_kernel(
     rows = load_rotated(
         q, tokens * q_token + heads * q_head, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED
     ).to(q.dtype.element_ty)
-    x = transform_query((rows,), k_balance, kv_head, HEAD_DIM, 1, STAGES)
+    x = transform_query((rows,), k_balance, kv_head, HEAD_DIM, 1, BUTTERFLIES)
     to = tokens * (NUM_KV_HEADS * GQA_RATIO) + heads
     at = out + to[:, None] * HEAD_DIM + d[None, :]
     tl.store(at, x[0].to(out.dtype.element_ty), mask=row_mask[:, None] & (d < HEAD_DIM)[None, :])

@@ -1,19 +1,19 @@
 """Kernels of Sage attention: the quantising pre-pass, and attention over what it stored."""
 
 from narrowkv.sage.kernels.attention import (
-    Call,
     Mask,
     NarrowKeys,
     NarrowQuery,
-    Outputs,
+    SageOutputs,
+    SageSpec,
     _sage_attention_kernel,
 )
 from narrowkv.sage.kernels.quantise import (
+    ChannelStatistics,
     Groups,
     Narrow,
-    Order,
     Smoothing,
-    Statistics,
+    ValueOrder,
     _channel_statistics_kernel,
     _finish_statistics_kernel,
     _mean_scores_kernel,
@@ -24,17 +24,17 @@ from narrowkv.sage.kernels.sequences import ALIGN, Strided, _sequence_bounds_ker
 
 __all__ = [
     "ALIGN",
-    "Call",
+    "ChannelStatistics",
     "Groups",
     "Mask",
     "Narrow",
     "NarrowKeys",
     "NarrowQuery",
-    "Order",
-    "Outputs",
+    "SageOutputs",
+    "SageSpec",
     "Smoothing",
-    "Statistics",
     "Strided",
+    "ValueOrder",
     "_channel_statistics_kernel",
     "_finish_statistics_kernel",
     "_mean_scores_kernel",

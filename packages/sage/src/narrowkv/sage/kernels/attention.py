@@ -46,7 +46,7 @@ class NarrowKeys(NamedTuple):
     rows: Any
 
 
-class Outputs(NamedTuple):
+class SageOutputs(NamedTuple):
     """O `[batch, tokens, heads, head_dim]` and lse of its first three dimensions or None; batch may be 0."""
 
     ptr: Any
@@ -67,7 +67,7 @@ class Mask(NamedTuple):
     RIGHT: Any
 
 
-class Call(NamedTuple):
+class SageSpec(NamedTuple):
     """Constants that a kernel is compiled with.
 
     SMOOTH_Q, SHIFT_LSE: what the means took out is added back, to scores and to lse.

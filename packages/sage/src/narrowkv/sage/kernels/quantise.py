@@ -49,7 +49,7 @@ class Groups(NamedTuple):
     RUN: Any
 
 
-class Order(NamedTuple):
+class ValueOrder(NamedTuple):
     """The order of V's keys in scratch; see `interleave_keys`."""
 
     GATHER: Any
@@ -57,7 +57,7 @@ class Order(NamedTuple):
     WIDTH: Any
 
 
-class Statistics(NamedTuple):
+class ChannelStatistics(NamedTuple):
     """Of each channel: parts `[batch, heads, PARTS, head_dim]`, the whole fp32 `[batch, heads, head_dim]`."""
 
     partial: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,12 +19,19 @@ from narrowkv.runtime.errors import (
     check_no_grad,
     check_same_device,
     check_shape,
+    with_defaults,
 )
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.sparse_fp8.indexer.kernels.append import AppendSpec, _append_index_keys_kernel
 from narrowkv.sparse_fp8.indexer.kernels.logits import KeyPages
 from narrowkv.sparse_fp8.indexer.keys import FP4, SHUFFLED_TILE, IndexKeys, IndexKeysFormat
+from narrowkv.sparse_fp8.indexer.options import APPEND_DEFAULTS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.sparse_fp8.indexer.options import IndexAppendOptions
 
 __all__ = ["append_index_keys"]
 
@@ -36,10 +44,7 @@ def append_index_keys(
     k: torch.Tensor,
     keys: IndexKeys,
     slot_mapping: torch.Tensor,
-    *,
-    rope: Rope | None = None,
-    hadamard: bool = False,
-    pow2_scales: bool = False,
+    **options: Unpack[IndexAppendOptions],
 ) -> None:
     """Writes the index keys of new tokens into their slots: RoPE, Hadamard rotation, FP8 with a scale a key.
 
@@ -50,11 +55,7 @@ def append_index_keys(
         keys: where to write, in FP8.
         slot_mapping: int32 or int64 `[num_tokens]`: token t goes to slot `slot_mapping[t]`, token `slot %
             page_size` of page `slot // page_size`. -1, and any slot that there is not, is skipped.
-        rope: rotates the first channels by each token's position; a position out of range stands for the
-            nearest inside. None for no RoPE.
-        hadamard: also rotates all channels by the orthonormal Hadamard matrix, as DeepSeek-V3.2 does; its
-            queries must be rotated, too (`narrowkv.quant.hadamard`).
-        pow2_scales: rounds scales up to powers of two.
+        **options: `rope`, `hadamard` and `pow2_scales`; see `IndexAppendOptions`.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what was expected and what was given.
@@ -69,6 +70,8 @@ def append_index_keys(
         >>> keys.dequantize()[1, 1, :2]
         tensor([1., 1.])
     """
+    given = with_defaults("append_index_keys", options, APPEND_DEFAULTS)
+    rope: Rope | None = given["rope"]
     if check_instance("keys", keys, IndexKeys).format == FP4:
         raise UnsupportedError("keys must be in FP8 to be appended to: quantise FP4 by IndexKeys.quantize")
     check_dtype("k", k, FLOATS)
@@ -83,7 +86,7 @@ def append_index_keys(
     steps = (values.stride(1), scale.stride(1)) if keys.is_paged else (0, 0)
     num_slots = keys.num_pages * max(1, keys.stored.page_size)
     rotary, neox = (0, False) if rope is None else (rope.rotary_dim, rope.style == "neox")
-    kernel = _kernel(keys.stored, rotary, neox, bool(hadamard), bool(pow2_scales))
+    kernel = _kernel(keys.stored, rotary, neox, bool(given["hadamard"]), bool(given["pow2_scales"]))
     kernel(
         (-(-k.shape[0] // _BLOCK),),
         (
@@ -100,7 +103,7 @@ def _kernel(stored: IndexKeysFormat, rotary: int, neox: bool, hadamard: bool, po
         HEAD_DIM=stored.head_dim,
         ROTARY=rotary,
         NEOX=neox,
-        STAGES=stored.head_dim.bit_length() - 1 if hadamard else 0,
+        BUTTERFLIES=stored.head_dim.bit_length() - 1 if hadamard else 0,
         POW2=pow2,
         FORMAT=stored.format,
         MAX=get_format(stored.format).max_value,

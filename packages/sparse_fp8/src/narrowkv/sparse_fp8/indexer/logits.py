@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,7 @@ from narrowkv.runtime.errors import (
     check_same_device,
     check_shape,
     check_tensor,
+    with_defaults,
 )
 from narrowkv.runtime.launch import BoundLaunch, active_target
 from narrowkv.runtime.launch.tracing import traceable
@@ -36,6 +37,12 @@ from narrowkv.sparse_fp8.indexer.kernels.logits import (
     _index_logits_kernel,
 )
 from narrowkv.sparse_fp8.indexer.keys import SHUFFLED_TILE, IndexKeys, IndexKeysFormat
+from narrowkv.sparse_fp8.indexer.options import LOGITS_DEFAULTS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.sparse_fp8.indexer.options import IndexLogitsOptions
 
 __all__ = ["MOST_HEADS", "MOST_Q_LEN", "IndexLogitsPlan", "index_logits", "plan_index_logits"]
 
@@ -107,17 +114,13 @@ class IndexLogitsPlan(Plan):
         q: torch.Tensor,
         weights: torch.Tensor,
         keys: IndexKeys,
-        *,
-        starts: torch.Tensor | None = None,
-        ends: torch.Tensor | None = None,
-        block_table: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        num_columns: int | None = None,
-        out: torch.Tensor | None = None,
+        **options: Unpack[IndexLogitsOptions],
     ) -> torch.Tensor:
         """Scores; see `index_logits`."""
         check_instance("keys", keys, IndexKeys)
-        where = {"starts": starts, "ends": ends, "block_table": block_table, "seq_lens": seq_lens}
+        where: dict[str, Any] = with_defaults("run", options, LOGITS_DEFAULTS)
+        out: torch.Tensor | None = where.pop("out")
+        num_columns = where.pop("num_columns")
         given = (q, weights, keys.values, keys.scale, *where.values(), num_columns, out)
         signature = (keys.format, keys.shuffled, signature_of(*given))
         columns: int | None = self.calls.find(signature)
@@ -278,14 +281,9 @@ def index_logits(
     weights: torch.Tensor,
     keys: IndexKeys,
     *,
-    starts: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    num_columns: int | None = None,
     clean: bool = True,
-    out: torch.Tensor | None = None,
     plan: IndexLogitsPlan | None = None,
+    **options: Unpack[IndexLogitsOptions],
 ) -> torch.Tensor:
     """Logits of DeepSeek's indexer: how much each token wants each key.
 
@@ -297,16 +295,11 @@ def index_logits(
             num_heads 1 to 128. Over pages, q_len tokens (1 to 8) of each sequence one after another.
         weights: fp32 `[num_tokens, num_heads]`, any strides.
         keys: `IndexKeys`.
-        starts, ends: int32 or int64 `[num_tokens]`, for keys without pages: token t scores the keys from
-            `starts[t]` up to, and without, `ends[t]`.
-        block_table: int32 or int64 `[batch, max_pages]`, for keys in pages: the page ids of each sequence.
-        seq_lens: int32 or int64 `[batch]`: keys of each sequence, those of its q_len tokens included. Token
-            j of a sequence scores its first `seq_lens - q_len + 1 + j` keys.
-        num_columns: columns of the result over pages; default `max_pages * page_size`.
         clean: False leaves the logits outside a token's keys as they are in `out`; `index_topk` with the same
             bounds does not read them.
-        out: where to write, last dimension contiguous.
         plan: from `plan_index_logits`, which then fixes `clean`.
+        **options: `starts` and `ends`, or `block_table`, `seq_lens` and `num_columns`; `out`: see
+            `IndexLogitsOptions`.
 
     Returns:
         fp32 `[num_tokens, num_columns]`; without pages there are as many columns as keys. Logits outside
@@ -326,13 +319,10 @@ def index_logits(
         tensor([[1.5000, 1.5000,   -inf]])
     """
     if plan is None:
-        plan = _plan_of(q, keys, block_table, clean)
+        plan = _plan_of(q, keys, options.get("block_table"), clean)
     elif check_instance("plan", plan, IndexLogitsPlan) and clean is not True:
         raise ValueError("clean must be left out with a plan: give it to plan_index_logits")
-    return plan.run(
-        q, weights, keys, starts=starts, ends=ends, block_table=block_table, seq_lens=seq_lens,
-        num_columns=num_columns, out=out,
-    )  # fmt: skip
+    return plan.run(q, weights, keys, **options)
 
 
 def _plan_of(

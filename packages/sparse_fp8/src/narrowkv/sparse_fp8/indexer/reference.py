@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from narrowkv.paged_cache import Rope, apply_rope_reference
+from narrowkv.paged_cache import apply_rope_reference
 from narrowkv.quant import decode
 from narrowkv.quant import hadamard as rotate
+from narrowkv.runtime.errors import with_defaults
 from narrowkv.sparse_fp8.indexer.keys import IndexKeys
+from narrowkv.sparse_fp8.indexer.options import APPEND_DEFAULTS, LOGITS_DEFAULTS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.sparse_fp8.indexer.options import IndexAppendOptions, IndexLogitsOptions
 
 __all__ = ["append_index_keys_reference", "index_logits_reference", "index_topk_reference"]
 
@@ -16,14 +25,12 @@ def index_logits_reference(
     q: torch.Tensor,
     weights: torch.Tensor,
     keys: IndexKeys,
-    *,
-    starts: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    num_columns: int | None = None,
+    **options: Unpack[IndexLogitsOptions],
 ) -> torch.Tensor:
-    """`index_logits` in fp64, from the numbers that the kernels read; see there."""
+    """`index_logits` in fp64, from the numbers that the kernels read; see there. `out` is not written."""
+    starts, ends, block_table, seq_lens, num_columns, _ = with_defaults(
+        "index_logits_reference", options, LOGITS_DEFAULTS
+    ).values()
     queries, scales = decode(q).double(), weights.double()
     numbers = keys.dequantize(torch.float64)
     if not keys.is_paged:
@@ -62,16 +69,15 @@ def append_index_keys_reference(
     k: torch.Tensor,
     keys: IndexKeys,
     slot_mapping: torch.Tensor,
-    *,
-    rope: Rope | None = None,
-    hadamard: bool = False,
-    pow2_scales: bool = False,
+    **options: Unpack[IndexAppendOptions],
 ) -> None:
     """`append_index_keys` in plain torch; see there."""
+    given = with_defaults("append_index_keys_reference", options, APPEND_DEFAULTS)
+    rope = given["rope"]
     x = k.float() if rope is None else apply_rope_reference(k[:, None], rope)[:, 0]
-    if hadamard:
+    if given["hadamard"]:
         x = rotate(x)
-    new = IndexKeys.quantize(x, format=keys.format, pow2_scales=pow2_scales)
+    new = IndexKeys.quantize(x, format=keys.format, pow2_scales=given["pow2_scales"])
     size = max(1, keys.stored.page_size)
     slots = slot_mapping.long()
     good = (slots >= 0) & (slots < keys.num_pages * size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from narrowkv.runtime.errors import (
     check_positive_int,
     check_same_device,
     check_shape,
+    with_defaults,
 )
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace, active_target
 from narrowkv.runtime.launch.tracing import traceable
@@ -27,6 +28,12 @@ from narrowkv.runtime.operation import Plan, signature_of
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.indexer.kernels.logits import Bounds
 from narrowkv.sparse_fp8.indexer.kernels.topk import Candidates, RowMap, TopkSpec, _index_topk_kernel
+from narrowkv.sparse_fp8.indexer.options import TOPK_DEFAULTS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.sparse_fp8.indexer.options import IndexTopkOptions
 
 __all__ = ["MOST_COLUMNS", "MOST_TOPK", "IndexTopkPlan", "index_topk", "plan_index_topk"]
 
@@ -148,19 +155,12 @@ class IndexTopkPlan(Plan):
     def run(
         self,
         logits: torch.Tensor,
-        *,
-        starts: torch.Tensor | None = None,
-        ends: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        block_table: torch.Tensor | None = None,
-        page_size: int | None = None,
-        slots: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        **options: Unpack[IndexTopkOptions],
     ) -> torch.Tensor:
         """Selects; see `index_topk`."""
-        where = {
-            "starts": starts, "ends": ends, "seq_lens": seq_lens, "block_table": block_table, "slots": slots
-        }  # fmt: skip
+        where: dict[str, Any] = with_defaults("run", options, TOPK_DEFAULTS)
+        out: torch.Tensor | None = where.pop("out")
+        page_size = where.pop("page_size")
         signature = signature_of(logits, *where.values(), page_size, out)
         q_len: int | None = self.calls.find(signature)
         if q_len is None:
@@ -328,14 +328,8 @@ def index_topk(
     logits: torch.Tensor,
     topk: int,
     *,
-    starts: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    page_size: int | None = None,
-    slots: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     plan: IndexTopkPlan | None = None,
+    **options: Unpack[IndexTopkOptions],
 ) -> torch.Tensor:
     """The columns of each token's `topk` largest logits. Equal logits give equal columns in every call.
 
@@ -344,16 +338,9 @@ def index_topk(
     Args:
         logits: fp32 `[num_tokens, num_columns]`, last dimension contiguous: what `index_logits` returns.
         topk: columns of each token, 1 to 4096.
-        starts, ends: int32 or int64 `[num_tokens]`: only columns from `starts[t]` (0 without it) up to, and
-            without, `ends[t]` are read.
-        seq_lens: int32 or int64 `[batch]`, instead of `starts` and `ends`: token j of q_len = `num_tokens /
-            batch` of a sequence has its first `seq_lens - q_len + 1 + j` columns.
-        block_table: int32 or int64 `[batch, max_pages]`: the result has rows of a pool instead of columns:
-            column c is row `block_table[sequence, c // page_size] * page_size + c % page_size`.
-        page_size: tokens of a page of `block_table`.
-        slots: int32 or int64 `[num_columns]`, instead of `block_table`: column c is row `slots[c]`.
-        out: where to write, int32 `[num_tokens, topk]`, last dimension contiguous.
         plan: from `plan_index_topk`, for the same `topk`.
+        **options: `starts`, `ends`, `seq_lens`, `block_table`, `page_size`, `slots` and `out`; see
+            `IndexTopkOptions`.
 
     Returns:
         int32 `[num_tokens, topk]`: chosen columns in ascending order, or their rows in that order; then -1.
@@ -378,7 +365,4 @@ def index_topk(
         plan = plan_index_topk(topk=topk, num_columns=columns, device=logits.device)
     elif check_instance("plan", plan, IndexTopkPlan).topk != topk:
         raise ValueError(f"topk must be {plan.topk} like the plan's, got {topk}")
-    return plan.run(
-        logits, starts=starts, ends=ends, seq_lens=seq_lens, block_table=block_table, page_size=page_size,
-        slots=slots, out=out,
-    )  # fmt: skip
+    return plan.run(logits, **options)

@@ -12,8 +12,8 @@ from narrowkv.paged_cache.torch_ops import rope_from, rope_tensors
 from narrowkv.runtime.launch.tracing import Results, Tensors, as_bytes, register, traces
 from narrowkv.sparse_fp8.indexer.append import append_index_keys
 from narrowkv.sparse_fp8.indexer.keys import IndexKeys
-from narrowkv.sparse_fp8.indexer.logits import IndexLogitsPlan, index_logits
-from narrowkv.sparse_fp8.indexer.topk import IndexTopkPlan, index_topk
+from narrowkv.sparse_fp8.indexer.logits import index_logits
+from narrowkv.sparse_fp8.indexer.topk import index_topk
 
 
 def _tensors(keys: IndexKeys) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -93,14 +93,13 @@ def traced_index_logits(
     block_table: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
     num_columns: int | None = None,
-    clean: bool = True,
     out: torch.Tensor | None = None,
-    plan: IndexLogitsPlan | None = None,
+    **options: object,
 ) -> torch.Tensor:
     """`index_logits` through its operators, which check the arguments when they run."""
     options = {
         "q_dtype": q.dtype, "format": keys.format, "shuffled": keys.shuffled, "num_columns": num_columns,
-        "clean": clean, "plan": plan,
+        **options,
     }  # fmt: skip
     tensors = (as_bytes(q), weights, *_tensors(keys), starts, ends, block_table, seq_lens)
     result: torch.Tensor = _call_logits(tensors, options, out)
@@ -116,15 +115,13 @@ def traced_index_topk(
     ends: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    page_size: int | None = None,
     slots: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    plan: IndexTopkPlan | None = None,
+    **options: object,
 ) -> torch.Tensor:
     """`index_topk` through its operators, which check the arguments when they run."""
     tensors = (logits, starts, ends, seq_lens, block_table, slots)
-    options = {"topk": topk, "page_size": page_size, "plan": plan}
-    result: torch.Tensor = _call_topk(tensors, options, out)
+    result: torch.Tensor = _call_topk(tensors, {"topk": topk, **options}, out)
     return result
 
 

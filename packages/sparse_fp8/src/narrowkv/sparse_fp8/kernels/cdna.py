@@ -19,7 +19,7 @@ from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8.config import SparseConfig
-from narrowkv.sparse_fp8.kernels.results import SIZES, Call, places_of_split
+from narrowkv.sparse_fp8.kernels.results import SIZES, SparseSpec, places_of_split
 from narrowkv.sparse_fp8.kernels.rows import (
     Csr,
     RowPointers,
@@ -35,10 +35,11 @@ _widen = in_gluon(widen)
 program_on_its_xcd = in_gluon(xcds.program_on_its_xcd)
 
 
-class CdnaCall(NamedTuple):
+class CdnaSparseSpec(NamedTuple):
     """Constants that the kernel is compiled with.
 
-    NUM_HEADS, HAS_SINK, WRITE_LSE, SPLIT: as in `Call`. BLOCK_H, BLOCK_K: heads of a program, rows of a tile.
+    NUM_HEADS, HAS_SINK, WRITE_LSE, SPLIT: as in `SparseSpec`. BLOCK_H, BLOCK_K: heads of a program, rows of
+    a tile.
     STAGES: tiles in LDS. ASYNC: rows go to LDS without passing through registers. UPCAST: an instruction
     converts FP8 and scales it. QUERY: how a token's query is loaded. ROWS: how rows are loaded: whole ones,
     or 64 columns of FP8 rows. SCORES, SUMS: matrix layouts of QK's and of PV's result. TILE: how a tile of
@@ -74,7 +75,7 @@ class CdnaCall(NamedTuple):
 _PADDING = 16
 
 
-def cdna_call(call: Call, config: SparseConfig, target: Target) -> CdnaCall:
+def cdna_call(call: SparseSpec, config: SparseConfig, target: Target) -> CdnaSparseSpec:
     """The constants of a configuration, for 32 heads or more.
 
     Waves share QK by 16 heads and by rows, PV by 32 heads and by columns.
@@ -96,7 +97,7 @@ def cdna_call(call: Call, config: SparseConfig, target: Target) -> CdnaCall:
         column_bits = (low_bits, 9 - low_bits)
     query = gl.BlockedLayout([1, 8], [1, 64], [waves, 1], [1, 0])
     parts = gl.BlockedLayout([1, per_lane], [per_lane, 64 // per_lane], [waves, 1], [1, 0])
-    return CdnaCall(
+    return CdnaSparseSpec(
         call.NUM_HEADS, call.HAS_SINK, call.WRITE_LSE, call.SPLIT, heads, rows, config.stages,
         ASYNC=gfx950 and not fp8,
         UPCAST=gfx950 and fp8,

@@ -34,7 +34,7 @@ class Partials(NamedTuple):
     l: Any
 
 
-class Call(NamedTuple):
+class SparseSpec(NamedTuple):
     """Constants of the call that a kernel is compiled with.
 
     NUM_HEADS: heads of a token; over a page table the rows of Q of a sequence, see `PagedForm`.

@@ -1,4 +1,4 @@
-"""Reads and widens a tile of rows of any layout; the places of its parts are data (`Stored`)."""
+"""Reads and widens a tile of rows of any layout; the places of its parts are data (`StoredRows`)."""
 
 from typing import Any, NamedTuple
 
@@ -80,7 +80,7 @@ class PagedForm(NamedTuple):
     HEADS: Any
 
 
-class Stored(NamedTuple):
+class StoredRows(NamedTuple):
     """Constants of a layout that a kernel is compiled with. VALUES "": 16-bit rows, without other fields.
 
     VALUES: "fp8" or "fp4". COLUMNS: columns that are stored so. ROPE, SCALE: as in `RowLayout`.

@@ -6,7 +6,7 @@ GGUF files.
 
 from narrowkv.testing.accuracy.evaluate import Score, measure
 from narrowkv.testing.accuracy.models import LanguageModel, load_model
-from narrowkv.testing.accuracy.recipes import RECIPES, Recipe, Side, find_recipes
+from narrowkv.testing.accuracy.recipes import RECIPES, Recipe, StoredSide, find_recipes
 from narrowkv.testing.accuracy.tiny_lm import TinySizes, train_tiny
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "LanguageModel",
     "Recipe",
     "Score",
-    "Side",
+    "StoredSide",
     "TinySizes",
     "find_recipes",
     "load_model",

@@ -24,13 +24,13 @@ from narrowkv.quant import (
 )
 from narrowkv.runtime.errors import check_choice
 
-__all__ = ["RECIPES", "REFERENCE", "Recipe", "Side", "find_recipes"]
+__all__ = ["RECIPES", "REFERENCE", "Recipe", "StoredSide", "find_recipes"]
 
 _SCALE_BITS = {"fp32": 32, "e8m0": 8, "e4m3": 8, "none": 0}
 
 
 @dataclass(frozen=True)
-class Side:
+class StoredSide:
     """How K or V is stored.
 
     Attributes:
@@ -100,8 +100,8 @@ class Recipe:
     """
 
     name: str
-    k: Side
-    v: Side
+    k: StoredSide
+    v: StoredSide
     offset: bool = False
     balance_k: bool = False
     balance_v: bool = False
@@ -161,14 +161,14 @@ class Recipe:
         }
 
 
-_FP8 = Side("fp8_e4m3fn", "fp32")
-_FP8_TENSOR = Side("fp8_e4m3fn", "fp32", -1)
-_E8M0 = Side("fp4_e2m1", "e8m0")
-_E4M3 = Side("fp4_e2m1", "e4m3")
-_PER_32 = Side("fp4_e2m1", "e8m0", 32)
+_FP8 = StoredSide("fp8_e4m3fn", "fp32")
+_FP8_TENSOR = StoredSide("fp8_e4m3fn", "fp32", -1)
+_E8M0 = StoredSide("fp4_e2m1", "e8m0")
+_E4M3 = StoredSide("fp4_e2m1", "e4m3")
+_PER_32 = StoredSide("fp4_e2m1", "e8m0", 32)
 _MX = replace(_PER_32, exponent="floor")
-_NVFP4 = Side("fp4_e2m1", "e4m3", 16)
-REFERENCE = Recipe("bf16", Side(), Side(), note="the reference")
+_NVFP4 = StoredSide("fp4_e2m1", "e4m3", 16)
+REFERENCE = Recipe("bf16", StoredSide(), StoredSide(), note="the reference")
 RECIPES = (
     REFERENCE,
     Recipe("fp8-tensor", _FP8_TENSOR, _FP8_TENSOR, note="FP8, one scale for a tensor"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.context_parallel.exchange import Sizes, block_elements
+from narrowkv.context_parallel.exchange import ExchangeSizes, block_elements
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.bench.context_parallel import Setting
@@ -157,7 +157,7 @@ def predict(
     if figures is None:
         raise ValueError(f"target must be a GPU with known figures: gfx942, gfx950 or sm90, got {target!r}")
     rate = (hbm_bytes_per_s or figures.hbm_bytes_per_s) * _HBM_SHARE
-    sizes = Sizes(world, 0, batch, own_heads * world, setting.head_dim)
+    sizes = ExchangeSizes(world, 0, batch, own_heads * world, setting.head_dim)
     queries = batch * own_heads * setting.head_dim * 2
     partials = own_heads * block_elements(sizes, partial_dtype) * partial_dtype.itemsize
     communication = sum(collective_us(LINKS[link], world, each) for each in (queries, partials))

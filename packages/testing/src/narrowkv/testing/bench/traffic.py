@@ -22,7 +22,7 @@ from narrowkv.testing.bench.columns import Columns, ratio_of
 from narrowkv.testing.bench.large_cache import LargeCache
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.cases.decode import BOUND
-from narrowkv.testing.traffic import Step
+from narrowkv.testing.traffic import LayerStep
 
 __all__ = ["AUTOMATIC", "FORCED", "ChoicesBench", "StepInputs", "TrafficBench", "best_choices"]
 
@@ -46,7 +46,7 @@ class StepInputs:
         options: of the calls; there are none.
     """
 
-    step: Step
+    step: LayerStep
     q: torch.Tensor
     cache: PagedKVCache
     table: PageTable
@@ -165,7 +165,7 @@ def best_choices(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 _SIZES = {"batch": "batch", "new": "new_tokens", "keys": "keys"}
 
 
-class TrafficBench(Bench[Step]):
+class TrafficBench(Bench[LayerStep]):
     """Steps of a serving engine, by narrowkv's calls and by other implementations.
 
     Args:
@@ -193,11 +193,11 @@ class TrafficBench(Bench[Step]):
         self._device = device
         self._pool: LargeCache | None = None
 
-    def sizes(self, step: Step) -> dict[str, Any]:
+    def sizes(self, step: LayerStep) -> dict[str, Any]:
         """What a row says about its step."""
         return step.sizes()
 
-    def inputs(self, step: Step) -> StepInputs:
+    def inputs(self, step: LayerStep) -> StepInputs:
         """The tensors of a step, pages shuffled."""
         cache = self._cache(step)
         random = torch.Generator(self._device).manual_seed(1)
@@ -221,7 +221,7 @@ class TrafficBench(Bench[Step]):
             table = PageTable.from_block_table(ids, lens, page_size=step.page_size)
         return StepInputs(step, q, cache, table, starts, (k_new, v_new))
 
-    def _cache(self, step: Step) -> PagedKVCache:
+    def _cache(self, step: LayerStep) -> PagedKVCache:
         """A cache that the step fits in; steps of about the same size share it."""
         tokens = max(step.cache.context, step.page_size)
         sizes = replace(step.cache, context=step.page_size << (tokens // step.page_size - 1).bit_length())
@@ -230,7 +230,7 @@ class TrafficBench(Bench[Step]):
             self._pool = LargeCache(sizes, device=self._device)
         return self._pool.view(sizes)[0]
 
-    def calls(self, step: Step) -> Iterator[Call]:
+    def calls(self, step: LayerStep) -> Iterator[Call]:
         """Narrowkv's automatic calls, then the peers'."""
         inputs = self.inputs(step)
         ours = list(_automatic(inputs))
@@ -259,7 +259,7 @@ class ChoicesBench(TrafficBench):
     seconds = 0.05
     ratio = "ratio_to_best"
 
-    def calls(self, step: Step) -> Iterator[Call]:
+    def calls(self, step: LayerStep) -> Iterator[Call]:
         """Automatic calls, then forced ones; what a kernel refuses is left out."""
         inputs = self.inputs(step)
         ours = list(_automatic(inputs))
@@ -296,7 +296,7 @@ FORCED: dict[str, tuple[dict[str, Any], ...]] = {
 """By the name of a call: what plans of it are told."""
 
 
-def _operations(step: Step) -> tuple[str, ...]:
+def _operations(step: LayerStep) -> tuple[str, ...]:
     """The calls that serve a step: an engine takes the first, and the second serves it too."""
     if step.appends:
         return ("prefill_append",)

@@ -14,7 +14,8 @@ class AppendSpec(NamedTuple):
     """Constants that a kernel is compiled with.
 
     HEAD_DIM: channels. ROTARY: leading channels that RoPE rotates; 0 for none. NEOX: whether the halves of
-    these are partners, else neighbours are. STAGES: log2 of the channels that Hadamard rotates; 0 for none.
+    these are partners, else neighbours are. BUTTERFLIES: log2 of the channels that Hadamard rotates; 0 for
+    none.
     POW2: whether scales are powers of two. FORMAT, MAX: of the values. BLOCK: tokens of a program.
     PAGE_SIZE: 0 without pages. SHUFFLED: as in `LogitsSpec`.
     """
@@ -22,7 +23,7 @@ class AppendSpec(NamedTuple):
     HEAD_DIM: Any
     ROTARY: Any
     NEOX: Any
-    STAGES: Any
+    BUTTERFLIES: Any
     POW2: Any
     FORMAT: Any
     MAX: Any
@@ -68,8 +69,8 @@ def _append_index_keys_kernel(
     x = tl.load(rows + d[None, :], mask=exists[:, None], other=0.0).to(tl.float32)
     if SPEC.ROTARY > 0:
         x = rotated(rows, x, rope, token, exists, SPEC)
-    if SPEC.STAGES > 0:
-        x = rotate_parts((x,), SPEC.STAGES, 1)[0]
+    if SPEC.BUTTERFLIES > 0:
+        x = rotate_parts((x,), SPEC.BUTTERFLIES, 1)[0]
     magnitude = tl.minimum(tl.where(x == x, tl.abs(x), 0.0), 3.4028234663852886e38)
     amax = tl.maximum(tl.max(magnitude, 1), 1e-4)
     scale = tl.div_rn(amax, tl.full(amax.shape, SPEC.MAX, tl.float32))

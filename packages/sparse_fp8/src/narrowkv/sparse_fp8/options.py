@@ -1,0 +1,165 @@
+"""The keywords of sparse attention: one list for the call, the plan, the reference and the operator."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+
+from narrowkv.paged_cache import PageTable
+from narrowkv.sparse_fp8.rows import DSV4Rows
+
+
+class SparseRunOptions(TypedDict, total=False):
+    """Keywords of `SparsePlan.run`, and of all operations of sparse attention.
+
+    Attributes:
+        attn_sink: `[num_qo_heads]` fp32, a logit with value 0 in the denominator; -inf for none.
+        out: where to write, `[num_tokens, num_qo_heads, 512]`, bf16, fp16 or fp32.
+        lse: where to write the log-sum-exp, fp32 `[num_tokens, num_qo_heads]`. An operation returns it only
+            with `return_lse`.
+        validate: also read index lists and scales on the host and refuse wrong values, which waits for the
+            device. Otherwise an index out of range is skipped, and an `indptr` that is no CSR names other
+            indices, at most all of them for each token; nothing is read or written outside the tensors.
+    """
+
+    attn_sink: torch.Tensor | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    validate: bool
+
+
+class SparseOptions(SparseRunOptions, total=False):
+    """Keywords of `sparse_prefill` and `sparse_prefill_reference`.
+
+    Attributes:
+        sm_scale: softmax scale, default `512 ** -0.5`.
+        return_lse: also return the log-sum-exp.
+
+    The other attributes are those of `SparseRunOptions`.
+    """
+
+    sm_scale: float | None
+    return_lse: bool
+
+
+class SparseRowsOptions(SparseOptions, total=False):
+    """Keywords of operations whose query may be `DSV4Rows`.
+
+    Attributes:
+        num_qo_heads: heads of a `DSV4Rows` query. None takes its rows over the tokens; it must be given where
+            the last packed584 page of the query is not full.
+
+    The other attributes are those of `SparseOptions`.
+    """
+
+    num_qo_heads: int | None
+
+
+class SparseFp8Options(SparseRowsOptions, total=False):
+    """Keywords of `sparse_prefill_fp8` and `sparse_prefill_fp8_reference`.
+
+    Attributes:
+        mode: "fused" widens rows on the chip and allocates only the results; QK over NoPE multiplies
+            FP8 by FP8 when q is `DSV4Rows` and the target can, else 16-bit q by widened rows; a call that
+            fills a Hopper GPU expands such a q to bf16 first, which is exact and faster. "prepass" expands
+            FP8 rows once to 16-bit scratch (all rows of a source, or only the named ones when those are
+            fewer) and runs `sparse_prefill`. "auto" picks; `choose_mode` says what and why.
+
+    The other attributes are those of `SparseRowsOptions`.
+    """
+
+    mode: str
+
+
+class SparseDecodeOptions(SparseRowsOptions, total=False):
+    """Keywords of `sparse_decode` and `sparse_decode_reference`.
+
+    Attributes:
+        num_splits: programs that share a token's rows, up to 65535; None chooses as many as fill the chip, or
+            4 with `batch_invariant`. Splits take whole tiles in order.
+        batch_invariant: a token's result has the same bits alone and in a batch of any size. Every call then
+            uses the portable kernel with one number of splits: few tokens fill less of the chip, and every
+            call writes and reads partial results of 2 KiB a head and split.
+
+    The other attributes are those of `SparseRowsOptions`.
+    """
+
+    num_splits: int | None
+    batch_invariant: bool
+
+
+class SparseArguments(NamedTuple):
+    """The arguments of a call, with the values of options that are left out or that it does not have."""
+
+    q: torch.Tensor | DSV4Rows
+    prefix: Any  # a `KVSource` or None; of a plan over a page table a `PagedSource`
+    extend: Any = None
+    attn_sink: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    validate: bool = False
+    return_lse: bool = False
+    # From here on: what a plan is made for.
+    sm_scale: float | None = None
+    num_qo_heads: int | None = None
+    mode: str = "auto"
+    num_splits: int | None = None
+    batch_invariant: bool = False
+
+
+PLAIN_VALUES = slice(SparseArguments._fields.index("sm_scale"), None)
+KEYWORDS = {
+    "run": frozenset(SparseRunOptions.__annotations__),
+    "sparse_prefill": frozenset(SparseOptions.__annotations__),
+    "sparse_prefill_fp8": frozenset(SparseFp8Options.__annotations__),
+    "sparse_decode": frozenset(SparseDecodeOptions.__annotations__),
+}
+
+
+class LatentOptions(TypedDict, total=False):
+    """Keywords of `latent_decode` and `latent_decode_reference`.
+
+    Attributes:
+        sm_scale: softmax scale; default `head_dim ** -0.5`. Models give that of the heads before absorption.
+        sinks: fp32 `[num_qo_heads]`, a logit a head with value 0 in the denominator; -inf for none.
+        num_splits: programs that share a sequence's rows; None chooses as many as fill the chip, or 4 with
+            `batch_invariant`.
+        batch_invariant: a sequence's result has the same bits alone and in a batch of any size.
+        out: where to write, `[batch * q_len, num_qo_heads, 512]`, bf16, fp16 or fp32.
+        lse: where to write the log-sum-exp, fp32 `[batch * q_len, num_qo_heads]`; returned only with
+            `return_lse`.
+        return_lse: also return the log-sum-exp.
+        validate: also read the page table and scales on the host and refuse wrong values, which waits for the
+            device. Otherwise lengths are brought into what the table holds and page ids into the rows: wrong
+            values make wrong results of their sequences, and nothing outside a tensor is read or written.
+    """
+
+    sm_scale: float | None
+    sinks: torch.Tensor | None
+    num_splits: int | None
+    batch_invariant: bool
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    return_lse: bool
+    validate: bool
+
+
+class LatentArguments(NamedTuple):
+    """The arguments of a `latent_decode`, with the values of those of `LatentOptions` that are left out."""
+
+    q: torch.Tensor
+    rows: torch.Tensor | DSV4Rows
+    page_table: PageTable
+    sinks: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    validate: bool = False
+    # From here on: what a plan is made for.
+    sm_scale: float | None = None
+    num_splits: int | None = None
+    batch_invariant: bool = False
+
+
+LATENT_PLAIN_VALUES = slice(LatentArguments._fields.index("sm_scale"), None)
