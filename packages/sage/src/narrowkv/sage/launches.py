@@ -28,6 +28,7 @@ from narrowkv.runtime.launch import (
 )
 from narrowkv.runtime.launch.workspace import Block
 from narrowkv.sage.kernels import (
+    BlockFlags,
     Call,
     Groups,
     Narrow,
@@ -38,6 +39,7 @@ from narrowkv.sage.kernels import (
     Smoothing,
     Statistics,
     Strided,
+    TileLists,
     _channel_statistics_kernel,
     _finish_statistics_kernel,
     _mean_scores_kernel,
@@ -45,6 +47,7 @@ from narrowkv.sage.kernels import (
     _quantise_tokens_kernel,
     _sage_attention_kernel,
     _sequence_bounds_kernel,
+    _tile_lists_kernel,
 )
 from narrowkv.sage.settings import SageSettings
 from narrowkv.sage.shapes import ROW_ALIGNMENT, SageShape, descriptor_of
@@ -60,6 +63,7 @@ _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
 _QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
 _BOUNDS = LaunchOptions(num_warps=1, num_stages=1)
 _MEANS = LaunchOptions(num_warps=4, num_stages=1)
+_LISTS = LaunchOptions(num_warps=1, num_stages=1)
 _MEAN_BLOCKS = 16  # blocks of Q whose means meet a tile of keys at once: the least rows of a dot
 
 # --------------------------------------------------------------------------------------------------- memory
@@ -110,6 +114,11 @@ def blocks_of_queries(plan: SageSettings, size: SageShape, *, lse: bool = True) 
         found["mean_scores"] = ((heads, blocks, size.rows(size.k_tokens)), torch.float32)
     if plan.smooth_k and lse:
         found["shift"] = ((heads, rows), torch.float32)
+    if plan.block_sizes is not None:
+        lists = (size.batch * heads, -(-size.q_tokens // plan.block_sizes[0]))
+        tiles = -(-size.k_tokens // plan.config.block_n)
+        found["listed_tiles"] = ((*lists, tiles), torch.int32)
+        found["tiles_before"] = ((*lists, tiles + 1), torch.int32)
     return found
 
 
@@ -198,12 +207,18 @@ def _mean_scores(plan: SageSettings) -> BoundLaunch:
     )  # fmt: skip
 
 
+def _tile_lists(plan: SageSettings, sizes: tuple[int, int]) -> BoundLaunch:
+    """The kernel that lists the key tiles that a block mask shows."""
+    return plan.bind(_tile_lists_kernel, _LISTS, K_TILES=sizes[1] // plan.config.block_n)
+
+
 def _attention(plan: SageSettings, lse: bool, tma: bool) -> BoundLaunch:
     config = plan.config
+    q_tiles = 0 if plan.block_sizes is None else plan.block_sizes[0] // config.block_m
     call = Call(
         plan.shape.ragged, plan.shape.gqa_ratio, plan.shape.head_dim, plan.qk_format, plan.smooth_q,
         plan.smooth_k and lse, lse, math.log2(get_format(config.fp8).max_value), config.two_level, tma,
-        config.reread_q, config.ahead, config.block_m, config.block_n,
+        config.reread_q, config.ahead, config.block_m, config.block_n, q_tiles,
     )  # fmt: skip
     return plan.bind(
         _sage_attention_kernel, config.options, CALL=call, Q_GROUPS=_groups(plan.q_groups),
@@ -218,6 +233,7 @@ def kernels_of(plan: SageSettings) -> list[BoundLaunch]:
     sides = {"k": plan.k_groups, "q": plan.q_groups}
     found += [_tokens(plan, side, measure=True) for side, groups in sides.items() if groups is None]
     found += [_mean_scores(plan)] if plan.smooth_q else []
+    found += [] if plan.block_sizes is None else [_tile_lists(plan, plan.block_sizes)]
     for lse in (False, True):
         found += [_tokens(plan, "q", shift=plan.smooth_k and lse), _attention(plan, lse, plan.config.tma)]
     return list({id(launch): launch for launch in found}.values())
@@ -315,6 +331,31 @@ def quantise_queries(
     return steps
 
 
+def list_tiles(
+    plan: SageSettings, size: SageShape, block_mask: torch.Tensor | None, memory: Memory
+) -> list[KernelLaunch]:
+    """The step that lists the key tiles of each block of queries, where the plan has a block mask."""
+    if plan.block_sizes is None or block_mask is None:
+        return []
+    lists = _lists(plan, size, memory)
+    return [
+        launch_by_name(
+            _tile_lists(plan, plan.block_sizes), (size.batch * size.num_qo_heads * lists.q_blocks,),
+            flags=BlockFlags(Arg("block_mask"), *block_mask.stride()), lists=lists,
+            num_heads=size.num_qo_heads,
+        )
+    ]  # fmt: skip
+
+
+def _lists(plan: SageSettings, size: SageShape, memory: Memory) -> Any:
+    """Where the lists of key tiles are; None for a plan without a block mask."""
+    if plan.block_sizes is None:
+        return None
+    q_blocks = -(-size.q_tokens // plan.block_sizes[0])
+    tiles = -(-size.k_tokens // plan.config.block_n)
+    return TileLists(memory["listed_tiles"], memory["tiles_before"], q_blocks, tiles)
+
+
 def attend(
     plan: SageSettings, size: SageShape, out: torch.Tensor, lse: torch.Tensor | None, memory: Memory
 ) -> KernelLaunch:
@@ -345,6 +386,7 @@ def attend(
         ),
         k_desc=memory["k_desc"] if tma else None, v_desc=memory["v_desc"] if tma else None,
         out=Outputs(*_strided("out", out), None if lse is None else Arg("lse")),
+        lists=_lists(plan, size, memory),
         q_bounds_ptr=memory.get("q_bounds"), k_bounds_ptr=memory.get("k_bounds"),
         qk_scale=plan.sm_scale * _LOG2E * codes, num_heads=size.num_qo_heads, batch=size.batch,
         q_length=size.q_tokens, k_length=size.k_tokens, items=items, tiles=tiles, together=together,

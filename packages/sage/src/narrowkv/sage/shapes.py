@@ -83,7 +83,6 @@ class QuantizedKV:
         key_order: of V.
         bounds: int32 `[batch, 2]`, first token and number of tokens of each sequence, or None.
         k_source: K as it came, where Q's smoothing needs it.
-        block_n: keys of a tile, for tensor descriptors.
     """
 
     k: torch.Tensor
@@ -98,14 +97,13 @@ class QuantizedKV:
     key_order: KeyOrder
     bounds: torch.Tensor | None
     k_source: torch.Tensor | None
-    block_n: int
 
     @cached_property
     def kind(self) -> int:
         """A number that operands of the same sizes, formats and strides have in common."""
         source = self.k_source
         key = (
-            self.shape, self.qk_format, self.fp8, self.k_groups, self.key_order, self.block_n, self.k.device,
+            self.shape, self.qk_format, self.fp8, self.k_groups, self.key_order, self.k.device,
             self.k_mean is None, self.bounds is None,
             None if source is None else (source.dtype, source.shape, source.stride()),
         )  # fmt: skip
@@ -126,13 +124,20 @@ class QuantizedKV:
         return tuple((x, span_bytes(x)) for x in (self.k, self.v, self.k_source))
 
     @cached_property
-    def descriptors(self) -> tuple[Any, Any]:
-        """Tensor descriptors of K and V with heads and rows as one dimension."""
-        k, v = self.k, self.v
-        return (
-            descriptor_of(k.view(-1, k.shape[2]), [self.block_n, k.shape[2]]),
-            descriptor_of(v.view(-1, v.shape[2]), [v.shape[1], self.block_n]),
-        )
+    def _described(self) -> dict[int, tuple[Any, Any]]:
+        """Tensor descriptors that were made, by the keys of a tile."""
+        return {}
+
+    def descriptors(self, block_n: int) -> tuple[Any, Any]:
+        """Tensor descriptors of K and V by tiles of `block_n` keys, with heads and rows as one dimension."""
+        found = self._described.get(block_n)
+        if found is None:
+            k, v = self.k, self.v
+            found = self._described[block_n] = (
+                descriptor_of(k.view(-1, k.shape[2]), [block_n, k.shape[2]]),
+                descriptor_of(v.view(-1, v.shape[2]), [v.shape[1], block_n]),
+            )
+        return found
 
 
 def descriptor_of(flat: torch.Tensor, block: list[int]) -> Any:

@@ -8,6 +8,7 @@ from narrowkv.sage.kernels.attention import (
     Outputs,
     _sage_attention_kernel,
 )
+from narrowkv.sage.kernels.blocks import BlockFlags, TileLists, _tile_lists_kernel
 from narrowkv.sage.kernels.quantise import (
     Groups,
     Narrow,
@@ -24,6 +25,7 @@ from narrowkv.sage.kernels.sequences import ALIGN, Strided, _sequence_bounds_ker
 
 __all__ = [
     "ALIGN",
+    "BlockFlags",
     "Call",
     "Groups",
     "Mask",
@@ -35,6 +37,7 @@ __all__ = [
     "Smoothing",
     "Statistics",
     "Strided",
+    "TileLists",
     "_channel_statistics_kernel",
     "_finish_statistics_kernel",
     "_mean_scores_kernel",
@@ -42,4 +45,5 @@ __all__ = [
     "_quantise_tokens_kernel",
     "_sage_attention_kernel",
     "_sequence_bounds_kernel",
+    "_tile_lists_kernel",
 ]
