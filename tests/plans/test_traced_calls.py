@@ -173,7 +173,7 @@ def test_a_call_compiles_into_one_graph(operation: Operation) -> None:
         ("step, bf16", "step, FP8"),
         ("batch_prefill", "batch_prefill, ragged"),
         ("sage_attention", "sage_attention, ragged"),
-        ("sage_attention, block mask", "sage_attention"),
+        ("sage_attention, block mask", "sage_attention, block mask"),
         ("sparse_prefill, source in the graph", "sparse_prefill, source in the graph"),
     ],
 )

@@ -28,7 +28,6 @@ from narrowkv.runtime.launch import (
 )
 from narrowkv.runtime.launch.workspace import Block
 from narrowkv.sage.kernels import (
-    BlockFlags,
     Call,
     Groups,
     Narrow,
@@ -337,23 +336,22 @@ def list_tiles(
     """The step that lists the key tiles of each block of queries, where the plan has a block mask."""
     if plan.block_sizes is None or block_mask is None:
         return []
-    lists = _lists(plan, size, memory)
+    strides, q_blocks = block_mask.stride(), block_mask.shape[2]
     return [
         launch_by_name(
-            _tile_lists(plan, plan.block_sizes), (size.batch * size.num_qo_heads * lists.q_blocks,),
-            flags=BlockFlags(Arg("block_mask"), *block_mask.stride()), lists=lists,
-            num_heads=size.num_qo_heads,
+            _tile_lists(plan, plan.block_sizes), (size.batch * size.num_qo_heads * q_blocks,),
+            mask_ptr=Arg("block_mask"), mask_batch=strides[0], mask_head=strides[1], mask_q_block=strides[2],
+            mask_k_block=strides[3], lists=_lists(plan, memory), num_heads=size.num_qo_heads,
+            q_blocks=q_blocks, k_tiles=-(-size.k_tokens // plan.config.block_n),
         )
     ]  # fmt: skip
 
 
-def _lists(plan: SageSettings, size: SageShape, memory: Memory) -> Any:
+def _lists(plan: SageSettings, memory: Memory) -> TileLists | None:
     """Where the lists of key tiles are; None for a plan without a block mask."""
     if plan.block_sizes is None:
         return None
-    q_blocks = -(-size.q_tokens // plan.block_sizes[0])
-    tiles = -(-size.k_tokens // plan.config.block_n)
-    return TileLists(memory["listed_tiles"], memory["tiles_before"], q_blocks, tiles)
+    return TileLists(memory["listed_tiles"], memory["tiles_before"])
 
 
 def attend(
@@ -386,7 +384,7 @@ def attend(
         ),
         k_desc=memory["k_desc"] if tma else None, v_desc=memory["v_desc"] if tma else None,
         out=Outputs(*_strided("out", out), None if lse is None else Arg("lse")),
-        lists=_lists(plan, size, memory),
+        lists=_lists(plan, memory),
         q_bounds_ptr=memory.get("q_bounds"), k_bounds_ptr=memory.get("k_bounds"),
         qk_scale=plan.sm_scale * _LOG2E * codes, num_heads=size.num_qo_heads, batch=size.batch,
         q_length=size.q_tokens, k_length=size.k_tokens, items=items, tiles=tiles, together=together,

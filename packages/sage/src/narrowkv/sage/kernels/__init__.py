@@ -8,7 +8,7 @@ from narrowkv.sage.kernels.attention import (
     Outputs,
     _sage_attention_kernel,
 )
-from narrowkv.sage.kernels.blocks import BlockFlags, TileLists, _tile_lists_kernel
+from narrowkv.sage.kernels.blocks import TileLists, _tile_lists_kernel
 from narrowkv.sage.kernels.quantise import (
     Groups,
     Narrow,
@@ -25,7 +25,6 @@ from narrowkv.sage.kernels.sequences import ALIGN, Strided, _sequence_bounds_ker
 
 __all__ = [
     "ALIGN",
-    "BlockFlags",
     "Call",
     "Groups",
     "Mask",

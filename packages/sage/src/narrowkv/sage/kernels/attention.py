@@ -324,8 +324,10 @@ def _sage_attention_kernel(
     tiles_ptr, current, upcoming = 0, full, 0
     if CALL.Q_TILES:
         # From here on the ranges are of entries of this block's list.
-        tiles_ptr, before = row_of(lists, item, tile // CALL.Q_TILES)
-        begin, end, full, full_end = places_of(before, lists, begin, end, full, full_end)
+        k_tiles = tl.cdiv(k_length, CALL.BLOCK_N)
+        row_of_blocks = item.to(tl.int64) * tl.cdiv(tiles, CALL.Q_TILES) + tile // CALL.Q_TILES
+        tiles_ptr, before = row_of(lists, row_of_blocks, k_tiles)
+        begin, end, full, full_end = places_of(before, k_tiles, begin, end, full, full_end)
         current = entry_of(tiles_ptr, full, full, full_end)
         upcoming = entry_of(tiles_ptr, full + 1, full, full_end)
     m = tl.full([CALL.BLOCK_M], float("-inf"), tl.float32)

@@ -11,16 +11,6 @@ import triton.language as tl
 BLOCK: tl.constexpr = tl.constexpr(128)
 
 
-class BlockFlags(NamedTuple):
-    """A block mask `[batch, heads, query blocks, key blocks]` and its strides; 0 masks a block."""
-
-    ptr: Any
-    batch: Any
-    head: Any
-    q_block: Any
-    k_block: Any
-
-
 class TileLists(NamedTuple):
     """Key tiles that blocks of queries attend to, for each item, a head of a sequence.
 
@@ -30,50 +20,51 @@ class TileLists(NamedTuple):
 
     tiles: Any
     before: Any
-    q_blocks: Any
-    k_tiles: Any
 
 
-@triton.jit(do_not_specialize=["num_heads"])
-def _tile_lists_kernel(flags, lists, num_heads, K_TILES: tl.constexpr):
+_NUMBERS = ["mask_batch", "mask_head", "mask_q_block", "mask_k_block", "num_heads", "q_blocks", "k_tiles"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _tile_lists_kernel(
+    mask_ptr, mask_batch, mask_head, mask_q_block, mask_k_block, lists, num_heads, q_blocks, k_tiles,
+    K_TILES: tl.constexpr,
+):  # fmt: skip
     """One program lists the key tiles of one block of queries. Grid: items times q_blocks.
 
+    mask: `[batch, heads, query blocks, key blocks]`, 0 for a block that is masked, and its strides.
     K_TILES: tiles of a block of keys.
     """
     row = tl.program_id(0).to(tl.int64)
-    item, q_block = row // lists.q_blocks, row % lists.q_blocks
-    row_flags = flags.ptr + item // num_heads * flags.batch + item % num_heads * flags.head
-    row_flags += q_block * flags.q_block
-    tiles = lists.tiles + row * lists.k_tiles
-    before = lists.before + row * (lists.k_tiles + 1)
+    item, q_block = row // q_blocks, row % q_blocks
+    flags = mask_ptr + item // num_heads * mask_batch + item % num_heads * mask_head + q_block * mask_q_block
+    tiles, before = row_of(lists, row, k_tiles)
     listed = tl.program_id(0) * 0
-    for first in range(0, lists.k_tiles + 1, BLOCK):
+    for first in range(0, k_tiles + 1, BLOCK):
         tile = first + tl.arange(0, BLOCK)
-        at = (tile // K_TILES).to(tl.int64) * flags.k_block
-        shown = tl.load(row_flags + at, mask=tile < lists.k_tiles, other=0) != 0
+        at = (tile // K_TILES).to(tl.int64) * mask_k_block
+        shown = tl.load(flags + at, mask=tile < k_tiles, other=0) != 0
         count = shown.to(tl.int32)
         place = listed + tl.cumsum(count, 0) - count
-        tl.store(before + tile, place, mask=tile <= lists.k_tiles)
+        tl.store(before + tile, place, mask=tile <= k_tiles)
         tl.store(tiles + place, tile, mask=shown)
         listed += tl.sum(count, 0)
 
 
 @triton.jit
-def row_of(lists, item, q_block):
+def row_of(lists, row, k_tiles):
     """The list of one block of queries: its tiles, and how many of them come before each tile."""
-    row = item.to(tl.int64) * lists.q_blocks + q_block
-    return lists.tiles + row * lists.k_tiles, lists.before + row * (lists.k_tiles + 1)
+    return lists.tiles + row * k_tiles, lists.before + row * (k_tiles + 1)
 
 
 @triton.jit
-def places_of(before, lists, begin, end, full, full_end):
+def places_of(before, k_tiles, begin, end, full, full_end):
     """Ranges of key tiles as ranges of a list's entries; ranges may end past the last tile."""
-    last = lists.k_tiles
     return (
-        tl.load(before + tl.minimum(begin, last)),
-        tl.load(before + tl.minimum(end, last)),
-        tl.load(before + tl.minimum(full, last)),
-        tl.load(before + tl.minimum(full_end, last)),
+        tl.load(before + tl.minimum(begin, k_tiles)),
+        tl.load(before + tl.minimum(end, k_tiles)),
+        tl.load(before + tl.minimum(full, k_tiles)),
+        tl.load(before + tl.minimum(full_end, k_tiles)),
     )
 
 
