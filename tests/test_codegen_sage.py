@@ -13,7 +13,7 @@ from generated_code import assert_no_spills, both_targets
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
-from narrowkv.sage import plan_sage
+from narrowkv.sage import SagePlan, plan_sage
 from narrowkv.testing.cases.sage import PRECISIONS
 
 qk_dtypes = pytest.mark.parametrize("qk_dtype", PRECISIONS)
@@ -30,10 +30,18 @@ def compiled(target: str, *, head_dim: int = 128, ragged: bool = False, **option
     k = q[..., :2, :]
     with compile_for(target) as artifacts:
         plan = plan_sage(q, k, **options)
-        plan.attend(q, plan.quantize_kv(k, k), return_lse=True)
+        plan.attend(q, plan.quantize_kv(k, k), return_lse=True, block_mask=_flags(plan))
     assert_no_spills(artifacts)
     assert artifacts[-1].waves_per_simd >= 2
     return artifacts[-1]
+
+
+def _flags(plan: SagePlan) -> torch.Tensor | None:
+    """A block mask of a call of the plan's size, for a plan with one."""
+    if plan.block_sizes is None:
+        return None
+    blocks = (-(-300 // size) for size in plan.block_sizes)
+    return torch.ones(1, 4, *blocks, dtype=torch.uint8)
 
 
 def causal(target: str, qk_dtype: str, **options: Any) -> InstructionMix:
@@ -93,6 +101,43 @@ def test_the_heaviest_options_spill_nothing(qk_dtype: str, ragged: bool, head_di
         target, head_dim=head_dim, ragged=ragged, qk_dtype=qk_dtype, smooth_q=True, window=(100, 50),
         q_granularity="per_thread", k_granularity="per_thread",
     )  # fmt: skip
+
+
+MASKED: tuple[dict[str, Any], ...] = (
+    {"qk_dtype": "int8"},
+    {"qk_dtype": "int8", "causal": "bottom_right", "block_sizes": (256, 128)},
+    {"qk_dtype": "fp8", "smooth_q": True, "window": (100, 50)},
+    {"qk_dtype": "int4", "smooth_q": True, "window": (100, 50)},
+)  # fmt: skip
+
+
+@pytest.mark.sampled(most=2)
+@both_targets
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", MASKED, ids=str)
+def test_block_masks_spill_nothing(options: dict[str, Any], head_dim: int, target: str) -> None:
+    compiled(target, head_dim=head_dim, **{"block_sizes": (128, 64), **options})
+
+
+@pytest.mark.sampled(always=[{"target": "gfx942"}], most=1)
+@both_targets
+def test_a_list_of_tiles_costs_the_loop_a_few_addresses(target: str) -> None:
+    masked, plain = causal(target, "int8", block_sizes=(128, 64)), causal(target, "int8")
+    assert masked.valu <= plain.valu + 16
+    assert masked.total("ds_write") == plain.total("ds_write")
+
+
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("block_sizes", [(128, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("options", MASKED, ids=str)
+def test_block_masks_spill_nothing_on_hopper(
+    options: dict[str, Any], block_sizes: tuple[int, int], sm90_code: Any
+) -> None:
+    q = torch.empty(1, 300, 4, 128, dtype=torch.bfloat16)
+    plan = plan_sage(q, q, **{"block_sizes": block_sizes, **options})
+    plan.attend(q, plan.quantize_kv(q, q), return_lse=True, block_mask=_flags(plan))
+    for kernel in sm90_code.kernels:
+        assert kernel.stack_bytes() == 0
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def check_values(context: Any) -> None:
         names.cache_formats("--format", given["cache_format"])
     if given.get("q") and command in ("decode", "warmup"):
         names.one_of("--q", given["q"], QUERY_DTYPES)
-    if command == "probe" and given["contract_set"] != "cp":
+    if command == "probe" and given["contract_set"] not in ("cp", "models"):
         names.one_of("CONTRACT-SET", given["contract_set"], tuple(contract_sets()))
     cases = given.get("case") or ()
     for line in (cases,) if isinstance(cases, str) else cases:

@@ -133,8 +133,7 @@ SUITES: tuple[Suite, ...] = (
         every=5,
         left_out=(
             LeftOut(("test_sage_mxfp4*",), "Q and K in MXFP4"),
-            LeftOut(("test_sage_block_sparse*", "test_block_attn_mask*"), "block-sparse masks"),
-            LeftOut(("test_sage_int8_hadamard_preserves_float_logits",), _OWN_KERNEL),
+            LeftOut(("test_sage_int8_hadamard_preserves_float_logits", "test_block_attn_mask*"), _OWN_KERNEL),
         ),
     ),
     Suite(

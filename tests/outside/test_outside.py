@@ -161,6 +161,7 @@ for name in ("aiter_names", "flash_mla_names", "vllm_names"):
 import flash_mla
 from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 from aiter.ops.triton.attention.fav3_sage import fav3_sage_wrapper_func
+from aiter.ops.triton.attention.utils import block_attn_mask_to_ragged_lut
 
 torch.manual_seed(0)
 found = {}
@@ -189,6 +190,12 @@ o, lse = fav3_sage_wrapper_func(q, k, v, 0.1, return_lse=True, layout="bhsd", ha
 logits = q.float() @ k.float().mT * 0.1
 found["sage"] = float((o - logits.softmax(-1) @ v.float()).abs().mean())
 found["sage lse"] = float((lse - logits.logsumexp(-1)).abs().max())
+mask = torch.tensor([[[True, False]]])
+q, k, v = (torch.randn(1, 128, 2, 128).bfloat16() for _ in range(3))
+o = fav3_sage_wrapper_func(q, k, v, 0.1, block_lut=block_attn_mask_to_ragged_lut(mask, num_heads=2))
+logits = torch.einsum("bqhd,bkhd->bhqk", q.float(), k[:, :64].float()) * 0.1
+expected = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v[:, :64].float())
+found["sage blocks"] = float((o - expected).abs().mean())
 print(json.dumps(found))
 """
 
@@ -202,7 +209,7 @@ def test_narrowkv_under_the_other_names(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.pop("nothing") == [True, True]
-    bounds = {"prefill": 0.02, "decode": 0.02, "sage": 0.05, "sage lse": 0.2}
+    bounds = {"prefill": 0.02, "decode": 0.02, "sage": 0.05, "sage blocks": 0.05, "sage lse": 0.2}
     for name, error in found.items():
         assert error <= bounds.get(name, 1e-3), (name, error)
 

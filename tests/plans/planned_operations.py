@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -248,13 +249,21 @@ class Sage(Operation):
     def arguments(self, size: Any, device: str = "cpu") -> Arguments:
         names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
         case = replace(self.case, q_lens=size[0], k_lens=size[1])
-        return dict(zip(names, case.build(device), strict=True))
+        arguments = dict(zip(names, case.build(device), strict=True))
+        if "block_sizes" in self.options:
+            sizes = self.options["block_sizes"]
+            blocks = [-(-lens[0] // block) for lens, block in zip(size, sizes, strict=True)]
+            heads = case.num_kv_heads * case.gqa_ratio
+            flags = torch.arange(len(size[0]) * heads * math.prod(blocks), device=device) % 3 > 0
+            arguments["block_mask"] = flags.view(len(size[0]), heads, *blocks)
+        return arguments
 
     def prepare(self, plan: Any, arguments: Arguments) -> Callable[..., Any]:
         if plan is None:
             return partial(sage_attention, **arguments, **self.options)
-        q, k, v, starts, starts_k = arguments.values()
+        q, k, v, starts, starts_k, *flags = arguments.values()
         given = {} if starts is None else {"cu_seqlens_q": starts}
+        given |= {"block_mask": flags[0]} if flags else {}
         return partial(plan.attend, q, plan.quantize_kv(k, v, cu_seqlens_k=starts_k), **given)
 
     def change(self, arguments: Arguments, turn: int) -> None:
@@ -402,6 +411,7 @@ OPERATIONS: tuple[Operation, ...] = (
     _sage("both means", qk_dtype="int4", smooth_q=True),
     _sage("one descale, FP8", qk_dtype="fp8", q_granularity="per_tensor", k_granularity="per_tensor"),
     _sage("no mean", smooth_k=False, window=(40, 3)),
+    _sage("block mask", causal="bottom_right", block_sizes=(128, 64)),
     Sage(
         "sage, ragged", SageCase.small(ragged=True), SageShape(5, 200, 304, 2, 1, 64, ragged=True),
         (((70, 0, 7), (1, 130, 80)), ((16,), (304,)), ((1, 2, 3, 4, 5), (9, 8, 7, 6, 0))),
@@ -478,6 +488,8 @@ CAPTURED: tuple[Operation, ...] = (
     *(_captured_prefill(kind, fmt) for kind in (Prefill, Append) for fmt in ("fp8_e4m3fn", "bf16")),
     Sage("sage, dense", SageCase.small(), SageShape(1, 150, 150, 2, 1, 64, ragged=False),
          (((150,), (150,)),), (), {"causal": "bottom_right"}),
+    Sage("sage, block mask", SageCase.small(), SageShape(1, 150, 150, 2, 1, 64, ragged=False),
+         (((150,), (150,)),), (), {"block_sizes": (128, 64)}),
     Sage("sage, ragged", SageCase.small(ragged=True), SageShape(3, 150, 150, 2, 1, 64, ragged=True),
          (((70, 7, 73), (70, 7, 73)),), (), {"causal": "bottom_right"}),
     *(replace(each, sizes=((40, 3, 33),)) for each in OPERATIONS if each.kind == "sparse"),

@@ -102,6 +102,7 @@ CALLS: tuple[Operation, ...] = (
     ),
     like("sage, int8", "sage_attention", (((5,), (5,)), ((9,), (9,))), options=SAGE),
     like("sage, ragged", "sage_attention, ragged", (((2, 3), (2, 3)), ((2, 7), (2, 7))), options=SAGE),
+    like("sage, block mask", "sage_attention, block mask", (((5,), (150,)), ((9,), (200,)))),
     like("sparse, 16bit", "sparse_prefill", TOKENS),
     like("sparse, 16bit", "sparse_prefill, source in the graph", TOKENS, SparseOfTensors),
     like("sparse, fused", "sparse_prefill_fp8", TOKENS),
@@ -172,6 +173,7 @@ def test_a_call_compiles_into_one_graph(operation: Operation) -> None:
         ("step, bf16", "step, FP8"),
         ("batch_prefill", "batch_prefill, ragged"),
         ("sage_attention", "sage_attention, ragged"),
+        ("sage_attention, block mask", "sage_attention, block mask"),
         ("sparse_prefill, source in the graph", "sparse_prefill, source in the graph"),
     ],
 )

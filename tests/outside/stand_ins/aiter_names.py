@@ -23,24 +23,36 @@ _DTYPES = SimpleNamespace(
     i32=torch.int32, u8=torch.uint8,
 )  # fmt: skip
 
+_BLOCKS = {"BLOCK_M": 128, "BLOCK_N": 64}  # queries and keys of a block, which tests of block masks ask for
+
 
 def fav3_sage_wrapper_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None,
     causal: bool = False, *, return_lse: bool = False, layout: str = "bshd", smooth_k: bool = True,
     q_smooth: bool = False, hadamard_rotation: bool = False, BLOCK_R: int | None = None,
+    block_lut: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """AITER's Sage attention: Q and K in int8, V in FP8; lse is `[batch, heads, tokens]`."""
+    """AITER's Sage attention: Q and K in int8, V in FP8; lse is `[batch, heads, tokens]`.
+
+    `block_lut` is what `block_attn_mask_to_ragged_lut` returned here: the mask itself.
+    """
     if layout == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if hadamard_rotation:
         q, k = (hadamard(x.float(), BLOCK_R).to(x.dtype) for x in (q, k))
     o, lse = sage_attention(
         q, k, v, causal="bottom_right" if causal else None, sm_scale=softmax_scale, smooth_k=smooth_k,
-        smooth_q=q_smooth, return_lse=True,
+        smooth_q=q_smooth, return_lse=True, block_mask=block_lut,
+        block_sizes=None if block_lut is None else tuple(_BLOCKS.values()),
     )  # fmt: skip
     if layout == "bhsd":
         o = o.transpose(1, 2)
     return (o, lse.transpose(1, 2)) if return_lse else o
+
+
+def block_attn_mask_to_ragged_lut(mask: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
+    """The block mask with heads: narrowkv takes the mask where AITER takes lists of blocks."""
+    return mask if mask.dim() == 4 else mask[:, None].expand(-1, num_heads, -1, -1)
 
 
 def fp8_mqa_logits(
@@ -96,12 +108,11 @@ def install(folder: Path, suite: Any) -> None:
     add_module(
         attention + "fav3_sage",
         fav3_sage_wrapper_func=fav3_sage_wrapper_func,
-        get_sage_fwd_configs=_not_there("get_sage_fwd_configs"),
+        get_sage_fwd_configs=_BLOCKS.copy,
     )
     names = "fav3_sage_mxfp4_wrapper", "get_sage_fwd_configs_mxfp4"
     add_module(attention + "fav3_sage_attention_mxfp4_wrapper", **{name: _not_there(name) for name in names})
-    name = "block_attn_mask_to_ragged_lut"
-    add_module(attention + "utils", **{name: _not_there(name)})
+    add_module(attention + "utils", block_attn_mask_to_ragged_lut=block_attn_mask_to_ragged_lut)
     name = "create_hadamard_matrix"
     add_module("aiter.ops.triton.quant.sage_attention_quant_wrappers", **{name: _not_there(name)})
     arch = SimpleNamespace(get_arch=lambda: suite.arch)

@@ -80,7 +80,7 @@ def probe(
         typer.Argument(
             metavar="[CONTRACT-SET]",
             help="What to ask; see --list.",
-            autocompletion=starting_with(*contract_sets()),
+            autocompletion=starting_with(*contract_sets(), "models", "cp"),
         ),
     ] = "glm-gqa12",
     list_sets: Annotated[bool, typer.Option("--list", help="List the contract sets and stop.")] = False,
@@ -94,7 +94,8 @@ def probe(
 ) -> ExitCode:
     """Try each contract of a set here, and as gfx942 and gfx950 machine code; show one screen.
 
-    The set cp is decode over ranks, with gloo between processes.
+    The set cp is decode over ranks, with gloo between processes. The set models has a row for each model:
+    which calls its attention makes with 1 to 8 ranks, and whether each is exact here or refused, and why.
 
     Without --on, a sample of what is compiled for each target also runs in the emulator.
     """
@@ -104,6 +105,13 @@ def probe(
 
         return probe_cp(report, ranks=ranks)
     report.refuse("to contract sets: it is cp's", "ranks")
+    if contract_set == "models":
+        report.refuse("to models", "target", "plot")
+        from narrowkv.cli.models import probe_models
+
+        if on:
+            choices("--on", on, PLACES)
+        return probe_models(report, on=on, jobs=number_of(jobs), full=full)
     if list_sets:
         report.refuse("with --list", "contract_set", "full", "on", "target", "jobs", "plot", "resume")
     sets = contract_sets()

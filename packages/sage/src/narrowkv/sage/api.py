@@ -12,7 +12,7 @@ from narrowkv.runtime.errors import check_choice, check_finite_float, check_tens
 from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.operation import Bounded, signature_of
-from narrowkv.sage.checks import LAYOUTS, check_sage_shape, sage_shape, windows_of
+from narrowkv.sage.checks import LAYOUTS, check_block_sizes, check_sage_shape, sage_shape, windows_of
 from narrowkv.sage.operation import SagePlan, make_plan
 from narrowkv.sage.settings import SageOptions
 from narrowkv.sage.shapes import SageShape
@@ -34,6 +34,12 @@ class SageCallOptions(TypedDict, total=False):
         return_lse: also return the log-sum-exp.
         backend: "sage" quantises (the default); "auto" takes torch's attention in 16 bits for calls that it
             serves in less time, which is more accurate, too. `plan_sage(...).explain()` says which and why.
+        block_mask: which blocks of keys each block of queries attends to, `[batch, num_qo_heads,
+            ceil(q_len / block_sizes[0]), ceil(k_len / block_sizes[1])]`, bool, uint8, int8 or int32, any
+            strides: 0 masks a block, anything else shows it to the extent that `causal` and `window` do.
+            Masked blocks are not read. Not with cu_seqlens.
+        block_sizes: queries and keys of a block of `block_mask`, multiples of 128 and 64; (128, 128) if left
+            out.
         validate: also read cu_seqlens and refuse wrong values, which waits for the device. Otherwise a token
             belongs to the first sequence that claims it, and a sequence with an entry outside the tensor has
             no tokens: nothing is read or written outside the tensors. Tokens of no sequence have no result.
@@ -44,20 +50,41 @@ class SageCallOptions(TypedDict, total=False):
     lse: torch.Tensor | None
     return_lse: bool
     backend: str
+    block_mask: torch.Tensor | None
+    block_sizes: tuple[int, int] | None
     validate: bool
+
+
+class SagePlanOptions(TypedDict, total=False):
+    """Further keywords of `plan_sage`.
+
+    Attributes:
+        layout: as for `sage_attention`.
+        block_sizes: queries and keys of a block of the block mask that calls give, multiples of 128 and 64;
+            None (the default) for calls without one.
+    """
+
+    layout: str
+    block_sizes: tuple[int, int] | None
 
 
 QK_DTYPES = ("int8", "int4", "fp8")
 # Plans of calls that were not planned.
 _plans: Bounded[SagePlan] = Bounded(1024)
+_DEFAULT_BLOCK_SIZES = (128, 128)
 _DEFAULTS = {
     "layout": "BSHD",
     "out": None,
     "lse": None,
     "return_lse": False,
     "backend": "sage",
+    "block_mask": None,
+    "block_sizes": None,
     "validate": False,
 }
+
+
+_PLAN_DEFAULTS = {name: _DEFAULTS[name] for name in ("layout", "block_sizes")}
 
 
 @traceable
@@ -102,7 +129,8 @@ def sage_attention(
         smooth_q: also subtract Q's mean over each 128 tokens and add its scores back; for int4, at the price
             of fp32 scratch `[num_qo_heads, q_len / 128, k_len]` a sequence.
         sm_scale: softmax scale, not negative; default `head_dim ** -0.5`.
-        **options: `layout`, `out`, `lse`, `return_lse`, `backend`, `validate`; see `SageCallOptions`.
+        **options: `layout`, `out`, `lse`, `return_lse`, `backend`, `block_mask`, `block_sizes`, `validate`;
+            see `SageCallOptions`.
 
     Returns:
         `o` like q, or `(o, lse)`; lse is fp32, natural log, shaped like q without head_dim. A row that
@@ -121,11 +149,12 @@ def sage_attention(
         (torch.Size([1, 130, 2, 64]), torch.Size([1, 130, 2]))
     """
     how = with_defaults("sage_attention", options, _DEFAULTS)
-    out, lse, return_lse = how["out"], how["lse"], how["return_lse"]
+    out, lse, return_lse, block_mask = how["out"], how["lse"], how["return_lse"], how["block_mask"]
     target = active_target(q.device).name if isinstance(q, torch.Tensor) else None
     signature = signature_of(
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, return_lse, target, qk_dtype, q_granularity,
-        k_granularity, causal, window, how["layout"], smooth_k, smooth_q, sm_scale,
+        k_granularity, causal, window, how["layout"], smooth_k, smooth_q, sm_scale, block_mask,
+        how["block_sizes"],
     )  # fmt: skip
     plan = _plans.find(signature)
     if plan is None:
@@ -139,6 +168,7 @@ def sage_attention(
             smooth_k,
             smooth_q,
             sm_scale,
+            block_sizes_of(block_mask, how["block_sizes"]),
         )
         plan = _plans.keep(signature, _plan(q, k, cu_seqlens_q, cu_seqlens_k, planned, None))
     backend = how["backend"]
@@ -147,8 +177,18 @@ def sage_attention(
         if not plan.why_quantised(lse=return_lse or lse is not None, one_dtype=one_dtype):
             return plan.attend_in_16_bits(q, k, v, out)
     return plan.run_as_signed(
-        signature, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, return_lse, how["validate"]
+        signature, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, return_lse, block_mask, how["validate"]
     )
+
+
+def block_sizes_of(block_mask: object, sizes: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Sizes of the blocks of a call's mask; None without one."""
+    if block_mask is not None:
+        check_tensor("block_mask", block_mask)
+        return _DEFAULT_BLOCK_SIZES if sizes is None else sizes
+    if sizes is not None:
+        raise ValueError(f"block_sizes must be left out without a block_mask, got {sizes}")
+    return None
 
 
 def plan_sage(
@@ -160,13 +200,13 @@ def plan_sage(
     k_granularity: str = "per_thread",
     causal: str | bool | None = None,
     window: tuple[int, int] | None = None,
-    layout: str = "BSHD",
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     smooth_k: bool = True,
     smooth_q: bool = False,
     sm_scale: float | None = None,
     device: torch.device | str | None = None,
+    **more: Unpack[SagePlanOptions],
 ) -> SagePlan:
     """Plans Sage attention for calls of these sizes or smaller; arguments as for `sage_attention`.
 
@@ -178,8 +218,9 @@ def plan_sage(
         q: a query of the largest size, or the largest sizes.
         k: keys of the largest size; None with a `SageShape`.
         device: where tensors will be; None takes that of q.
-        qk_dtype, q_granularity, k_granularity, causal, window, layout, cu_seqlens_q, cu_seqlens_k, smooth_k,
+        qk_dtype, q_granularity, k_granularity, causal, window, cu_seqlens_q, cu_seqlens_k, smooth_k,
             smooth_q, sm_scale: as for `sage_attention`.
+        **more: `layout`, `block_sizes`; see `SagePlanOptions`.
 
     Returns:
         A plan: call its `quantize_kv(k, v)` once for K and V, and `attend(q, kv)` for each query.
@@ -193,9 +234,11 @@ def plan_sage(
         >>> kv = plan.quantize_kv(k, v)                         # doctest: +SKIP
         >>> o = plan.attend(q, kv)                              # doctest: +SKIP
     """
+    how = with_defaults("plan_sage", more, _PLAN_DEFAULTS)
     options = SageOptions(
-        qk_dtype, q_granularity, k_granularity, causal, window, layout, smooth_k, smooth_q, sm_scale
-    )
+        qk_dtype, q_granularity, k_granularity, causal, window, how["layout"], smooth_k, smooth_q, sm_scale,
+        how["block_sizes"],
+    )  # fmt: skip
     plan = _plan(q, k, cu_seqlens_q, cu_seqlens_k, options, device)
     if cu_seqlens_q is None:
         return plan
@@ -227,4 +270,8 @@ def _plan(
         raise ValueError(f"sm_scale must not be negative, got {scale}")
     if options.window is not None:
         options = replace(options, window=(options.window[0], options.window[1]))
+    if options.block_sizes is not None:
+        if shape.ragged:
+            raise ValueError("a block mask must come without cu_seqlens: it is for sequences of one length")
+        options = replace(options, block_sizes=check_block_sizes(options.block_sizes))
     return make_plan(active_target(place), shape, options, place)

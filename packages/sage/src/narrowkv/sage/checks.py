@@ -8,13 +8,18 @@ from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
     check_index_vector,
+    check_positive_int,
     check_same_device,
+    check_shape,
     check_window,
 )
 from narrowkv.sage.shapes import SageShape
 
 LAYOUTS = ("BSHD", "BHSD")
 FLOATS = (torch.bfloat16, torch.float16)
+_FLAGS = (torch.bool, torch.uint8, torch.int8, torch.int32)
+# Queries and keys of a block are multiples of these: a tile of every target lies in one block.
+_BLOCK_UNITS = (128, 64)
 _HEAD_DIMS = (64, 128)
 _DIMENSIONS = {"BSHD": "[batch, seq, heads, head_dim]", "BHSD": "[batch, heads, seq, head_dim]"}
 # No model has as many heads: tokens were taken for heads.
@@ -60,6 +65,42 @@ def windows_of(causal: str | bool | None, window: tuple[int, int] | None) -> tup
     if causal and window[1] == -1:
         right = 0
     return causal != "top_left", left, right
+
+
+def check_block_sizes(sizes: object) -> tuple[int, int]:
+    """Queries and keys of a block of a block mask.
+
+    Raises:
+        TypeError, ValueError: they are not two multiples of 128 and 64.
+    """
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2:
+        raise TypeError(f"block_sizes must be (queries, keys) of a block, got {sizes!r}")
+    queries, keys = (
+        check_positive_int(f"block_sizes[{i}]", size, multiple_of=unit)
+        for i, (size, unit) in enumerate(zip(sizes, _BLOCK_UNITS, strict=True))
+    )
+    return queries, keys
+
+
+def check_block_mask(
+    block_mask: torch.Tensor | None, sizes: tuple[int, int] | None, shape: SageShape
+) -> torch.Tensor | None:
+    """The block mask of a call of this shape, or None for a plan without one.
+
+    Raises:
+        TypeError, ValueError: there is one and the plan is for none, or the other way round; or its dtype or
+            shape are wrong.
+    """
+    if sizes is None:
+        if block_mask is not None:
+            raise ValueError("block_mask must be None: the plan was made without block_sizes")
+        return None
+    if block_mask is None:
+        raise ValueError(f"block_mask must be given: the plan is for blocks of {sizes[0]} x {sizes[1]}")
+    check_dtype("block_mask", block_mask, _FLAGS)
+    blocks = (-(-shape.q_tokens // sizes[0]), -(-shape.k_tokens // sizes[1]))
+    check_shape("block_mask", block_mask, (shape.batch, shape.num_qo_heads, *blocks))
+    return block_mask
 
 
 def sage_shape(

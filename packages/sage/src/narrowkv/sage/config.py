@@ -59,16 +59,26 @@ class SageConfig:
 
 
 def choose_config(
-    target: Target, qk_dtype: str = "int8", *, smooth_q: bool = False, window: bool = False
+    target: Target, qk_dtype: str = "int8", *, smooth_q: bool = False, window: bool = False, k_block: int = 0
 ) -> SageConfig:
     """The shipped configuration, which serves every granularity.
+
+    A tile of keys lies in one block of a block mask.
 
     Args:
         target: what the kernels run on.
         qk_dtype: "int8", "int4" or "fp8".
         smooth_q: whether queries are smoothed.
         window: whether keys far before a query are masked.
+        k_block: keys of a block of the block mask, 0 without one.
     """
+    config = _config(target, qk_dtype, smooth_q=smooth_q, window=window)
+    # Beside smoothed queries, lists of 128-key tiles spill 8 to 40 bytes on Hopper, those of 64 keys none.
+    narrow = k_block > 0 and smooth_q and target.name == "sm90"
+    return replace(config, block_n=64) if k_block % config.block_n or narrow else config
+
+
+def _config(target: Target, qk_dtype: str, *, smooth_q: bool, window: bool) -> SageConfig:
     fp8 = target.native_fp8 or _OCP
     if target.is_amd:
         # One wave has 32 rows of a tile. Compiled (`narrowkv inspect sage`): 128 keys a tile spill at two

@@ -38,6 +38,7 @@ from narrowkv.sage.kernels import (
     SageSpec,
     Smoothing,
     Strided,
+    TileLists,
     ValueOrder,
     _channel_statistics_kernel,
     _finish_statistics_kernel,
@@ -46,6 +47,7 @@ from narrowkv.sage.kernels import (
     _quantise_tokens_kernel,
     _sage_attention_kernel,
     _sequence_bounds_kernel,
+    _tile_lists_kernel,
 )
 from narrowkv.sage.settings import SageSettings
 from narrowkv.sage.shapes import ROW_ALIGNMENT, SageShape, descriptor_of
@@ -61,6 +63,7 @@ _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
 _QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
 _BOUNDS = LaunchOptions(num_warps=1, num_stages=1)
 _MEANS = LaunchOptions(num_warps=4, num_stages=1)
+_LISTS = LaunchOptions(num_warps=1, num_stages=1)
 _MEAN_BLOCKS = 16  # blocks of Q whose means meet a tile of keys at once: the least rows of a dot
 
 # --------------------------------------------------------------------------------------------------- memory
@@ -111,6 +114,11 @@ def blocks_of_queries(plan: SageSettings, size: SageShape, *, lse: bool = True) 
         found["mean_scores"] = ((heads, blocks, size.rows(size.k_tokens)), torch.float32)
     if plan.smooth_k and lse:
         found["shift"] = ((heads, rows), torch.float32)
+    if plan.block_sizes is not None:
+        lists = (size.batch * heads, -(-size.q_tokens // plan.block_sizes[0]))
+        tiles = -(-size.k_tokens // plan.config.block_n)
+        found["listed_tiles"] = ((*lists, tiles), torch.int32)
+        found["tiles_before"] = ((*lists, tiles + 1), torch.int32)
     return found
 
 
@@ -199,12 +207,18 @@ def _mean_scores(plan: SageSettings) -> BoundLaunch:
     )  # fmt: skip
 
 
+def _tile_lists(plan: SageSettings, sizes: tuple[int, int]) -> BoundLaunch:
+    """The kernel that lists the key tiles that a block mask shows."""
+    return plan.bind(_tile_lists_kernel, _LISTS, K_TILES=sizes[1] // plan.config.block_n)
+
+
 def _attention(plan: SageSettings, lse: bool, tma: bool) -> BoundLaunch:
     config = plan.config
+    q_tiles = 0 if plan.block_sizes is None else plan.block_sizes[0] // config.block_m
     call = SageSpec(
         plan.shape.ragged, plan.shape.gqa_ratio, plan.shape.head_dim, plan.qk_format, plan.smooth_q,
         plan.smooth_k and lse, lse, math.log2(get_format(config.fp8).max_value), config.two_level, tma,
-        config.reread_q, config.ahead, config.block_m, config.block_n,
+        config.reread_q, config.ahead, config.block_m, config.block_n, q_tiles,
         xcd_order(plan.target.xcds, plan.shape.num_qo_heads, config.xcd_rows),
     )  # fmt: skip
     return plan.bind(
@@ -220,6 +234,7 @@ def kernels_of(plan: SageSettings) -> list[BoundLaunch]:
     sides = {"k": plan.k_groups, "q": plan.q_groups}
     found += [_tokens(plan, side, measure=True) for side, groups in sides.items() if groups is None]
     found += [_mean_scores(plan)] if plan.smooth_q else []
+    found += [] if plan.block_sizes is None else [_tile_lists(plan, plan.block_sizes)]
     for lse in (False, True):
         found += [_tokens(plan, "q", shift=plan.smooth_k and lse), _attention(plan, lse, plan.config.tma)]
     return list({id(launch): launch for launch in found}.values())
@@ -317,6 +332,30 @@ def quantise_queries(
     return steps
 
 
+def list_tiles(
+    plan: SageSettings, size: SageShape, block_mask: torch.Tensor | None, memory: Memory
+) -> list[KernelLaunch]:
+    """The step that lists the key tiles of each block of queries, where the plan has a block mask."""
+    if plan.block_sizes is None or block_mask is None:
+        return []
+    strides, q_blocks = block_mask.stride(), block_mask.shape[2]
+    return [
+        launch_by_name(
+            _tile_lists(plan, plan.block_sizes), (size.batch * size.num_qo_heads * q_blocks,),
+            mask_ptr=Arg("block_mask"), mask_batch=strides[0], mask_head=strides[1], mask_q_block=strides[2],
+            mask_k_block=strides[3], lists=_lists(plan, memory), num_heads=size.num_qo_heads,
+            q_blocks=q_blocks, k_tiles=-(-size.k_tokens // plan.config.block_n),
+        )
+    ]  # fmt: skip
+
+
+def _lists(plan: SageSettings, memory: Memory) -> TileLists | None:
+    """Where the lists of key tiles are; None for a plan without a block mask."""
+    if plan.block_sizes is None:
+        return None
+    return TileLists(memory["listed_tiles"], memory["tiles_before"])
+
+
 def attend(
     plan: SageSettings, size: SageShape, out: torch.Tensor, lse: torch.Tensor | None, memory: Memory
 ) -> KernelLaunch:
@@ -349,6 +388,7 @@ def attend(
         ),
         k_desc=memory["k_desc"] if tma else None, v_desc=memory["v_desc"] if tma else None,
         out=SageOutputs(*_strided("out", out), None if lse is None else Arg("lse")),
+        lists=_lists(plan, memory),
         q_bounds_ptr=memory.get("q_bounds"), k_bounds_ptr=memory.get("k_bounds"),
         qk_scale=plan.sm_scale * _LOG2E * codes, num_heads=size.num_qo_heads, batch=size.batch,
         q_length=size.q_tokens, k_length=size.k_tokens, items=items, tiles=tiles, together=together,
@@ -370,10 +410,12 @@ def describe(memory: dict[str, Any], plan: SageSettings, size: SageShape) -> Non
         ("v", plan.config.fp8, (heads * dim, rows), [dim, block_n]),
     ):
         codes = as_stored(memory[f"{name}_codes"], format_name)
+        make = partial(_described, sizes, block)
         if isinstance(codes, Arg):
             codes = Part(codes, 0, get_format(format_name).storage_dtype)
-        memory[f"{name}_desc"] = Described(codes, None, partial(_described, sizes, block))
+        known = isinstance(codes, torch.Tensor)
+        memory[f"{name}_desc"] = make(codes, None) if known else Described(codes, None, make)
 
 
 def _described(sizes: tuple[int, int], block: list[int], part: torch.Tensor, _: object) -> Any:
-    return descriptor_of(part[: sizes[0] * sizes[1]].view(sizes), block)
+    return descriptor_of(part.view(-1)[: sizes[0] * sizes[1]].view(sizes), block)

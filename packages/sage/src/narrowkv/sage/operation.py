@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.runtime.checks import check_lse, refuse_overlap
+from narrowkv.runtime.checks import check_device, check_lse, refuse_overlap
 from narrowkv.runtime.errors import (
     check_dtype,
     check_index_vector,
@@ -26,7 +26,7 @@ from narrowkv.runtime.operation import SCRATCH, signature_of
 from narrowkv.runtime.spans import share_memory, span_bytes
 from narrowkv.runtime.targets import Target
 from narrowkv.sage import launches
-from narrowkv.sage.checks import FLOATS, check_starts, dimensions, windows_of
+from narrowkv.sage.checks import FLOATS, check_block_mask, check_starts, dimensions, windows_of
 from narrowkv.sage.config import choose_config
 from narrowkv.sage.settings import SageOptions, SageSettings
 from narrowkv.sage.shapes import QuantizedKV, SageShape
@@ -83,11 +83,12 @@ class SagePlan(SageSettings):
 
     def explain(self) -> str:
         """One line for people, of the largest call."""
-        config, why = self.config, self.why_quantised()
+        config, blocks, why = self.config, self.block_sizes, self.why_quantised()
         return (
             f"Sage: Q and K in {self.qk_format}, P and V in {config.fp8}; {config.block_m} rows x "
             f"{config.block_n} keys a tile, {config.options.num_warps} warps; "
-            f"workspace {self.workspace_bytes()} bytes; backend='auto' "
+            + ("" if blocks is None else f"block mask of {blocks[0]} queries x {blocks[1]} keys; ")
+            + f"workspace {self.workspace_bytes()} bytes; backend='auto' "
             + (f"quantises, because {why}" if why else "takes torch's 16-bit attention, which is faster here")
         )
 
@@ -100,6 +101,8 @@ class SagePlan(SageSettings):
         Returns:
             The reason, or "" where it takes torch's attention in 16 bits, which is faster there.
         """
+        if self.block_sizes is not None:
+            return "torch's 16-bit attention takes no block mask"
         return why_quantised(self.target, self.shape, self.mask, lse=lse, one_dtype=one_dtype)
 
     # ------------------------------------------------------------------------------------------- calls
@@ -145,7 +148,7 @@ class SagePlan(SageSettings):
             launches.as_stored(made["k_codes"], self.qk_format), made["k_descale"], made.get("k_mean"),
             launches.as_stored(made["v_codes"], self.config.fp8), made["v_descale"], call.size,
             self.qk_format, self.config.fp8, self.k_groups, self.config.key_order, made.get("k_bounds"),
-            self._viewed(k) if self.smooth_q else None, self.config.block_n,
+            self._viewed(k) if self.smooth_q else None,
         )  # fmt: skip
 
     def attend(
@@ -157,6 +160,7 @@ class SagePlan(SageSettings):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        block_mask: torch.Tensor | None = None,
         validate: bool = False,
     ) -> Result:
         """Attention of `q` over quantised keys and values.
@@ -170,6 +174,8 @@ class SagePlan(SageSettings):
             lse: where to write the log-sum-exp, fp32, shaped like q without head_dim; returned only
                 with `return_lse`.
             return_lse: also return the log-sum-exp.
+            block_mask: of a plan with `block_sizes`, as for `sage_attention`; any values may change between
+                calls.
             validate: also read `cu_seqlens_q` and refuse wrong values, which waits for the device.
 
         Returns:
@@ -180,10 +186,11 @@ class SagePlan(SageSettings):
         """
         starts = self.cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q
         kind = kv.kind if isinstance(kv, QuantizedKV) else None
-        signature = signature_of("attend", q, starts, out, lse, return_lse, kind)
+        signature = signature_of("attend", q, starts, out, lse, return_lse, kind, block_mask)
         call = self.calls.find(signature)
         if call is None:
-            call = self.calls.keep(signature, self._prepare_attend(q, kv, starts, out, lse, return_lse))
+            prepared = self._prepare_attend(q, kv, starts, out, lse, return_lse, block_mask)
+            call = self.calls.keep(signature, prepared)
         if validate:
             check_starts("cu_seqlens_q", starts, q.shape[0])
         if (out is not None or lse is not None) and share_memory(
@@ -198,7 +205,8 @@ class SagePlan(SageSettings):
         o, sums = _results(q, out, lse, return_lse)
         call.launches.run(
             q=q, out=o, lse=sums, q_starts=None if starts is None else _contiguous(starts),
-            scratch=self._allocate(call) if call.scratch_bytes else None, **kv.arguments,
+            scratch=self._allocate(call) if call.scratch_bytes else None, block_mask=block_mask,
+            **kv.arguments,
         )  # fmt: skip
         return (o, sums) if return_lse and sums is not None else o
 
@@ -213,12 +221,13 @@ class SagePlan(SageSettings):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        block_mask: torch.Tensor | None = None,
         validate: bool = False,
     ) -> Result:
         """`quantize_kv` and `attend` in one call, with the quantised K and V in scratch memory.
 
         Args:
-            q, cu_seqlens_q, out, lse, return_lse: as for `attend`.
+            q, cu_seqlens_q, out, lse, return_lse, block_mask: as for `attend`.
             k, v, cu_seqlens_k: as for `quantize_kv`.
             validate: also read both cu_seqlens and refuse wrong values, which waits for the device.
 
@@ -227,18 +236,20 @@ class SagePlan(SageSettings):
         """
         q_starts = self.cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q
         k_starts = self.cu_seqlens_k if cu_seqlens_k is None else cu_seqlens_k
-        signature = signature_of("run", q, k, v, q_starts, k_starts, out, lse, return_lse)
-        return self.run_as_signed(signature, q, k, v, q_starts, k_starts, out, lse, return_lse, validate)
+        signature = signature_of("run", q, k, v, q_starts, k_starts, out, lse, return_lse, block_mask)
+        return self.run_as_signed(
+            signature, q, k, v, q_starts, k_starts, out, lse, return_lse, block_mask, validate
+        )
 
     def run_as_signed(
         self, signature: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         q_starts: torch.Tensor | None, k_starts: torch.Tensor | None, out: torch.Tensor | None,
-        lse: torch.Tensor | None, return_lse: bool, validate: bool,
+        lse: torch.Tensor | None, return_lse: bool, block_mask: torch.Tensor | None, validate: bool,
     ) -> Result:  # fmt: skip
         """`run`, for a caller whose signature has all that `signature_of` finds in these arguments."""
         call = self.calls.find(signature)
         if call is None:
-            prepared = self._prepare_run(q, k, v, q_starts, k_starts, out, lse, return_lse)
+            prepared = self._prepare_run(q, k, v, q_starts, k_starts, out, lse, return_lse, block_mask)
             call = self.calls.keep(signature, prepared)
         if validate:
             check_starts("cu_seqlens_q", q_starts, q.shape[0])
@@ -252,6 +263,7 @@ class SagePlan(SageSettings):
         call.launches.run(
             q=q, k=k, v=v, out=o, lse=sums, q_starts=None if q_starts is None else _contiguous(q_starts),
             k_starts=None if k_starts is None else _contiguous(k_starts), scratch=self._allocate(call),
+            block_mask=block_mask,
         )  # fmt: skip
         return (o, sums) if return_lse and sums is not None else o
 
@@ -267,7 +279,7 @@ class SagePlan(SageSettings):
         """
         memory = {**codes, **kv.arguments}
         if self.config.tma and kv.k.numel():
-            memory["k_desc"], memory["v_desc"] = kv.descriptors
+            launches.describe(memory, self, self.shape)
         step = launches.attend(self, self.shape, out, lse, memory)
         PreparedCall(("out", "lse"), [step]).run(out=out, lse=lse)
 
@@ -309,7 +321,7 @@ class SagePlan(SageSettings):
 
     def _prepare_attend(
         self, q: torch.Tensor, kv: QuantizedKV, starts: torch.Tensor | None, out: torch.Tensor | None,
-        lse: torch.Tensor | None, return_lse: bool,
+        lse: torch.Tensor | None, return_lse: bool, block_mask: torch.Tensor | None,
     ) -> _Prepared:  # fmt: skip
         check_instance("kv", kv, QuantizedKV)
         viewed, batch, tokens = self._check_query(q, starts)
@@ -323,15 +335,17 @@ class SagePlan(SageSettings):
         if self.config.tma and kv.k.numel():
             # Found by the address of K or V: memory that is allocated again is not described again.
             launches.describe(memory, self, size)
-        names = ("q", "out", "lse", "q_starts", SCRATCH, *kv.arguments)
+        names = ("q", "out", "lse", "q_starts", SCRATCH, "block_mask", *kv.arguments)
+        steps = launches.list_tiles(self, size, self._check_blocks(block_mask, size), memory)
         prepared = self._prepared_attention(
-            q, viewed, kv.k_source, starts, out, lse, writes_lse, size, memory, names, [], scratch_bytes
+            q, viewed, kv.k_source, starts, out, lse, writes_lse, size, memory, names, steps, scratch_bytes
         )
         return prepared._replace(kv_bytes=(span_bytes(kv.k), span_bytes(kv.v), span_bytes(kv.k_source)))
 
     def _prepare_run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor | None,
         k_starts: torch.Tensor | None, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
+        block_mask: torch.Tensor | None,
     ) -> _Prepared:  # fmt: skip
         k, v, keys = self._check_keys(k, v, k_starts)
         viewed, batch, tokens = self._check_query(q, q_starts)
@@ -344,7 +358,8 @@ class SagePlan(SageSettings):
         if self.config.tma:
             launches.describe(memory, self, size)
         steps = launches.quantise_keys(self, size, k, v, memory)
-        names = ("q", "k", "v", "out", "lse", "q_starts", "k_starts", SCRATCH)
+        steps += launches.list_tiles(self, size, self._check_blocks(block_mask, size), memory)
+        names = ("q", "k", "v", "out", "lse", "q_starts", "k_starts", SCRATCH, "block_mask")
         return self._prepared_attention(
             q, viewed, k, q_starts, out, lse, writes_lse, size, memory, names, steps, scratch_bytes
         )
@@ -409,6 +424,13 @@ class SagePlan(SageSettings):
     def _inputs_of_run(self, k: torch.Tensor, starts: torch.Tensor | None) -> dict[str, Any]:
         """What is read after the first result is written, or while it is."""
         return {"K as it came": k if self.smooth_q else None, "cu_seqlens_q": starts}
+
+    def _check_blocks(self, block_mask: torch.Tensor | None, size: SageShape) -> torch.Tensor | None:
+        """The block mask of a call of this size, once it is checked."""
+        checked = check_block_mask(block_mask, self.block_sizes, size)
+        if checked is not None:
+            check_device("block_mask", checked, self.device, "the plan")
+        return checked
 
     def _viewed(self, x: torch.Tensor) -> torch.Tensor:
         """A dense tensor of either layout as BSHD."""
@@ -504,7 +526,10 @@ def _contiguous(starts: torch.Tensor) -> torch.Tensor:
 def make_plan(target: Target, shape: SageShape, options: SageOptions, device: torch.device) -> SagePlan:
     """A plan without a workspace and without lists of lengths, the same one for equal arguments."""
     left = windows_of(options.causal, options.window)[1]
-    config = choose_config(target, options.qk_dtype, smooth_q=options.smooth_q, window=left >= 0)
+    k_block = 0 if options.block_sizes is None else options.block_sizes[1]
+    config = choose_config(
+        target, options.qk_dtype, smooth_q=options.smooth_q, window=left >= 0, k_block=k_block
+    )
     plan = SagePlan(target=target, shape=shape, options=options, config=config, device=device)
     plan.q_groups, plan.k_groups  # noqa: B018  # refuse unknown granularities
     return plan

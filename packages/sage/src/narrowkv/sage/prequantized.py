@@ -119,7 +119,6 @@ def sage_attention_quantized(
         _rows(k), _descales(k_descale, plan.k_groups, k), None,
         _columns(v, plan.config.key_order, head_dim), _padded(v_descale, head_dim, 1.0),
         plan.shape, plan.qk_format, plan.config.fp8, plan.k_groups, plan.config.key_order, None, None,
-        plan.config.block_n,
     )  # fmt: skip
     codes = {"q_codes": _rows(q), "q_descale": _descales(q_descale, plan.q_groups, q)}
     o = torch.empty(batch, q_len, heads, head_dim, dtype=out_dtype, device=q.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,7 +21,7 @@ from narrowkv.quant.sage import (
     token_mean,
 )
 from narrowkv.runtime.attention.reference import attention_reference, finish
-from narrowkv.sage.api import plan_sage
+from narrowkv.sage.api import block_sizes_of, plan_sage
 from narrowkv.sage.operation import SagePlan
 
 Ranges = list[slice]
@@ -75,13 +76,19 @@ def _round_rows(p: torch.Tensor, format_name: str) -> torch.Tensor:
 
 
 def _attend(
-    plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p_format: str | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor | None,
+    p_format: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`(o, lse)` of one sequence; `blocks` is its block mask `[heads, query blocks, key blocks]`."""
     rows, keys = q.shape[0], k.shape[0]
+    visible = None
+    if blocks is not None and plan.block_sizes is not None:
+        q_block, k_block = plan.block_sizes
+        visible = (blocks != 0).repeat_interleave(q_block, 1).repeat_interleave(k_block, 2)[:, :rows, :keys]
     return attention_reference(
         q, k, v, torch.arange(rows, device=q.device) + (keys - rows if plan.bottom_right else 0),
         sm_scale=plan.sm_scale, logits_soft_cap=0.0, window_left=plan.window_left,
-        window_right=plan.window_right, sinks=None,
+        window_right=plan.window_right, sinks=None, visible=visible,
         round_p=None if p_format is None else partial(_round_rows, format_name=p_format),
     )  # fmt: skip
 
@@ -110,13 +117,14 @@ def sage_attention_reference(
     """
     plan = plan_sage(
         q, k, qk_dtype=qk_dtype or "int8", q_granularity=q_granularity, k_granularity=k_granularity,
-        causal=causal, window=window, layout=how.get("layout", "BSHD"),
+        causal=causal, window=window, layout=how.get("layout", "BSHD"), block_sizes=_block_sizes_of(how),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         smooth_k=smooth_k, smooth_q=smooth_q, sm_scale=sm_scale,
     )  # fmt: skip
     if how.get("layout") == "BHSD":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o, lse = _results(plan, q, k, v, exact=qk_dtype is None, p_format=None)
+    blocks = how.get("block_mask")
+    o, lse = _results(plan, q, k, v, blocks, exact=qk_dtype is None, p_format=None)
     if how.get("layout") == "BHSD":
         o, lse = o.transpose(1, 2), lse.transpose(1, 2)
     return finish(o, lse, how.get("out"), how)
@@ -127,14 +135,21 @@ def narrow_p_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **opti
 
     How far it is from the reference is what the operation cannot avoid.
     """
-    plan = plan_sage(q, k, **options)
-    return _results(plan, q, k, v, exact=False, p_format=plan.config.fp8)[0]
+    sizes, blocks = _block_sizes_of(options), options.pop("block_mask", None)
+    plan = plan_sage(q, k, **{**options, "block_sizes": sizes})
+    return _results(plan, q, k, v, blocks, exact=False, p_format=plan.config.fp8)[0]
+
+
+def _block_sizes_of(options: Mapping[str, Any]) -> tuple[int, int] | None:
+    return block_sizes_of(options.get("block_mask"), options.get("block_sizes"))
 
 
 def _results(
-    plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, exact: bool, p_format: str | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: torch.Tensor | None, *,
+    exact: bool, p_format: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(o, lse)` of every sequence; `exact` quantises nothing."""
+    blocks = [None] * plan.shape.batch if block_mask is None else list(block_mask)
     flat_q, flat_k, flat_v = (x.float().reshape(-1, *x.shape[-2:]) for x in (q, k, v))
     q_ranges, k_ranges = ranges_of(q, plan.cu_seqlens_q), ranges_of(k, plan.cu_seqlens_k)
     queries, keys, values = (
@@ -145,7 +160,8 @@ def _results(
     o = torch.zeros_like(flat_q)
     lse = torch.full(flat_q.shape[:2], -math.inf, device=q.device)
     if exact:
-        results = [_attend(plan, *sequence, None) for sequence in zip(queries, keys, values, strict=True)]
+        sequences = zip(queries, keys, values, blocks, strict=True)
+        results = [_attend(plan, *sequence, None) for sequence in sequences]
     else:
         means = [token_mean(x) if plan.smooth_k else torch.zeros_like(x[:1].sum(0)) for x in keys]
         shared = [_spread_means(x) if plan.smooth_q else torch.zeros_like(x) for x in queries]
@@ -160,7 +176,7 @@ def _results(
             # Side by side: the rows' own part against narrow keys, and the block's mean against keys as they
             # came.
             both_q, both_k = torch.cat([narrow_q[i], shared[i]], -1), torch.cat([narrow_k[i], key], -1)
-            result, log_sum = _attend(plan, both_q, both_k, narrow_v[i], p_format)
+            result, log_sum = _attend(plan, both_q, both_k, narrow_v[i], blocks[i], p_format)
             ratio = q.shape[-2] // k.shape[-2]
             log_sum += plan.sm_scale * (own[i] * means[i].repeat_interleave(ratio, 0)).sum(-1)
             results.append((result, log_sum))

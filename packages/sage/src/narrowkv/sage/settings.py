@@ -17,7 +17,10 @@ from narrowkv.sage.shapes import SageShape
 
 @dataclass(frozen=True)
 class SageOptions:
-    """The keywords that a plan of Sage attention is made for, as `sage_attention` has them."""
+    """The keywords that a plan of Sage attention is made for, as `sage_attention` has them.
+
+    `block_sizes` is None where calls have no block mask.
+    """
 
     qk_dtype: str = "int8"
     q_granularity: str = "per_thread"
@@ -28,6 +31,7 @@ class SageOptions:
     smooth_k: bool = True
     smooth_q: bool = False
     sm_scale: float | None = None
+    block_sizes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -97,6 +101,11 @@ class SageSettings(Plan):
         """The softmax scale."""
         scale = self.options.sm_scale
         return float(self.shape.head_dim**-0.5 if scale is None else scale)
+
+    @property
+    def block_sizes(self) -> tuple[int, int] | None:
+        """Queries and keys of a block of the block mask; None for a plan without one."""
+        return self.options.block_sizes
 
     @property
     def layout(self) -> str:

@@ -82,7 +82,6 @@ class QuantizedKV:
         key_order: of V.
         bounds: int32 `[batch, 2]`, first token and number of tokens of each sequence, or None.
         k_source: K as it came, where Q's smoothing needs it.
-        block_n: keys of a tile, for tensor descriptors.
     """
 
     k: torch.Tensor
@@ -97,14 +96,13 @@ class QuantizedKV:
     key_order: KeyOrder
     bounds: torch.Tensor | None
     k_source: torch.Tensor | None
-    block_n: int
 
     @cached_property
     def kind(self) -> int:
         """A number that operands of the same sizes, formats and strides have in common."""
         source = self.k_source
         key = (
-            self.shape, self.qk_format, self.fp8, self.k_groups, self.key_order, self.block_n, self.k.device,
+            self.shape, self.qk_format, self.fp8, self.k_groups, self.key_order, self.k.device,
             self.k_mean is None, self.bounds is None,
             None if source is None else (source.dtype, source.shape, source.stride()),
         )  # fmt: skip
@@ -118,15 +116,6 @@ class QuantizedKV:
             "k_codes": self.k, "k_descale": self.k_descale, "k_mean": self.k_mean, "v_codes": self.v,
             "v_descale": self.v_descale, "k_bounds": self.bounds, "k": self.k_source,
         }  # fmt: skip
-
-    @cached_property
-    def descriptors(self) -> tuple[Any, Any]:
-        """Tensor descriptors of K and V with heads and rows as one dimension."""
-        k, v = self.k, self.v
-        return (
-            descriptor_of(k.view(-1, k.shape[2]), [self.block_n, k.shape[2]]),
-            descriptor_of(v.view(-1, v.shape[2]), [v.shape[1], self.block_n]),
-        )
 
 
 def descriptor_of(flat: torch.Tensor, block: list[int]) -> Any:

@@ -14,26 +14,31 @@ from narrowkv.runtime.launch.tracing import Results, Tensors, as_bytes, register
 from narrowkv.sage.api import sage_attention
 from narrowkv.sage.prequantized import SageOperands, sage_attention_quantized
 
+_WINDOW = ("window_left", "window_right")
+_BLOCKS = ("q_block", "k_block")
 
-def _window(given: dict[str, Any]) -> tuple[int, int] | None:
-    """The window of options that `_window_options` made, which are taken out of `given`."""
-    left, right = given.pop("window_left"), given.pop("window_right")
+
+def _pair(given: dict[str, Any], first: str, second: str) -> tuple[int, int] | None:
+    """The pair that `_spelled_pair` wrote under these names, which are taken out of `given`."""
+    left, right = given.pop(first), given.pop(second)
     return None if left is None else (left, right)
 
 
-def _window_options(window: tuple[int, int] | None) -> dict[str, int | None]:
-    left, right = (None, None) if window is None else window
-    return {"window_left": left, "window_right": right}
+def _spelled_pair(pair: tuple[int, int] | None, first: str, second: str) -> dict[str, int | None]:
+    left, right = (None, None) if pair is None else pair
+    return {first: left, second: right}
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None, given: dict[str, Any], **outputs: Any,
+    cu_seqlens_k: torch.Tensor | None, block_mask: torch.Tensor | None, given: dict[str, Any],
+    **outputs: Any,
 ) -> Any:  # fmt: skip
-    window = _window(given)
+    window, block_sizes = _pair(given, *_WINDOW), _pair(given, *_BLOCKS)
     return sage_attention(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, window=window, **given, **outputs
-    )
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, window=window, block_mask=block_mask,
+        block_sizes=block_sizes, **given, **outputs,
+    )  # fmt: skip
 
 
 def _attended(tensors: Tensors, options: Mapping[str, Any]) -> Results:
@@ -43,7 +48,8 @@ def _attended(tensors: Tensors, options: Mapping[str, Any]) -> Results:
 
 
 _call_sage = register(
-    "sage_attention", "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k", _attend,
+    "sage_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_mask", _attend,
     _attended,
 )  # fmt: skip
 
@@ -60,12 +66,14 @@ def traced_sage(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
+    block_mask: torch.Tensor | None = None,
+    block_sizes: tuple[int, int] | None = None,
     **options: object,
 ) -> Any:
     """`sage_attention` through its operators, which check the arguments when they run."""
+    spelled = {**_spelled_pair(window, *_WINDOW), **_spelled_pair(block_sizes, *_BLOCKS), **options}
     return _call_sage(
-        (q, k, v, cu_seqlens_q, cu_seqlens_k), {**_window_options(window), **options}, out, lse,
-        return_lse=return_lse,
+        (q, k, v, cu_seqlens_q, cu_seqlens_k, block_mask), spelled, out, lse, return_lse=return_lse,
         # Without an lse `backend="auto"` may take an attention that has none.
         allocates=return_lse or options.get("backend") != "auto",
     )  # fmt: skip
@@ -76,7 +84,7 @@ _OPERANDS = ("q", "k", "v", "q_descale", "k_descale", "v_descale")
 
 def _attend_quantized(*args: Any, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     *tensors, given = args
-    window = _window(given)
+    window = _pair(given, *_WINDOW)
     dtypes = [given.pop(f"{name}_dtype") for name in _OPERANDS[:3]]
     codes = [x.view(dtype) for x, dtype in zip(tensors, dtypes, strict=False)]
     names = ("q_len", "k_len", "layout", "column_major_v")
@@ -113,9 +121,9 @@ def traced_quantized(
 ) -> Any:
     """`sage_attention_quantized` through its operator, which checks the arguments when it runs."""
     spelled = {
-        **_window_options(window), "out_dtype": out_dtype, "q_len": operands.q_len, "k_len": operands.k_len,
-        "layout": operands.layout, "column_major_v": operands.column_major_v, "q_dtype": operands.q.dtype,
-        "k_dtype": operands.k.dtype, "v_dtype": operands.v.dtype, **options,
+        **_spelled_pair(window, *_WINDOW), "out_dtype": out_dtype, "q_len": operands.q_len,
+        "k_len": operands.k_len, "layout": operands.layout, "column_major_v": operands.column_major_v,
+        "q_dtype": operands.q.dtype, "k_dtype": operands.k.dtype, "v_dtype": operands.v.dtype, **options,
     }  # fmt: skip
     tensors = [as_bytes(getattr(operands, name)) for name in _OPERANDS]
     return _call_quantized(tensors, spelled, return_lse=return_lse)

@@ -40,6 +40,12 @@ def corners(launch: SampledLaunch) -> Iterable[Workgroup]:
     return sorted((i, j, k) for i in x for j in y for k in z)
 
 
+def whole_rows(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """Everything along the second and third axis for the first and the last along x, whose rows these are."""
+    x, y, z = launch.grid
+    return sorted((i, j, k) for i in {0, x - 1} for j in range(y) for k in range(z))
+
+
 def _decode_rows(launch: SampledLaunch) -> tuple[int, int, int]:
     """KV heads, rows of each and rows of a tile, of a decode kernel."""
     sizes, blocks = launch.constexprs["SIZES"], launch.constexprs["BLOCKS"]

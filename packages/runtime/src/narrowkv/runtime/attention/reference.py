@@ -22,12 +22,13 @@ def attention_reference(
     sinks: torch.Tensor | None,
     shift: torch.Tensor | None = None,
     round_p: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    visible: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence in float32: `q [rows, num_qo_heads, head_dim]`, `k, v [keys, num_kv_heads, head_dim]`.
 
     `positions [rows]` are the rows' places among the keys; windows of -1 are open. q and k may be wider than
     v. `shift [rows, num_qo_heads]` is added to the logits of each row, before a soft cap. `round_p` rounds P
-    `[..., keys]` before it is multiplied by V.
+    `[..., keys]` before it is multiplied by V. `visible` bool `[num_qo_heads, rows, keys]` masks more keys.
     """
     num_keys, num_kv_heads, head_dim = k.shape
     rows, num_qo_heads, _ = q.shape
@@ -43,19 +44,22 @@ def attention_reference(
         keep &= key <= positions[:, None] + window_right
     if window_left >= 0:
         keep &= key >= positions[:, None] - window_left
-    s = s.masked_fill(~keep[:, None, None], -math.inf)
+    seen = keep[:, None, None]  # [rows, 1, 1, keys], or of every head
+    if visible is not None:
+        seen = seen & visible.reshape(num_kv_heads, ratio, rows, num_keys).permute(2, 0, 1, 3)
+    s = s.masked_fill(~seen, -math.inf)
     log_sum = torch.logsumexp(s, -1)
     denominator = log_sum
     if sinks is not None:
         denominator = torch.logaddexp(log_sum, sinks.float().view(num_kv_heads, ratio).expand_as(log_sum))
     # Keys that a row does not attend to have no part in it, not even 0 * NaN.
     empty = log_sum == -math.inf
-    p = torch.exp(s - denominator[..., None]).masked_fill(~keep[:, None, None] | empty[..., None], 0.0)
+    p = torch.exp(s - denominator[..., None]).masked_fill(~seen | empty[..., None], 0.0)
     if round_p is not None and num_keys:
         p = round_p(p)
     finite = v.isfinite()
     o = torch.einsum("qhgl,lhd->qhgd", p, v.masked_fill(~finite, 0.0))
-    bad = torch.einsum("ql,lhd->qhd", keep.float(), (~finite).float())[:, :, None] > 0
+    bad = torch.einsum("qhgl,lhd->qhgd", seen.expand(-1, num_kv_heads, -1, -1).float(), (~finite).float()) > 0
     o = o.masked_fill(bad.any(-1, keepdim=True), math.nan).masked_fill(empty[..., None], 0.0)
     return o.reshape(rows, num_qo_heads, v.shape[2]), log_sum.reshape(rows, num_qo_heads)
 

@@ -8,6 +8,7 @@ from narrowkv.sage.kernels.attention import (
     SageSpec,
     _sage_attention_kernel,
 )
+from narrowkv.sage.kernels.blocks import TileLists, _tile_lists_kernel
 from narrowkv.sage.kernels.quantise import (
     ChannelStatistics,
     Groups,
@@ -34,6 +35,7 @@ __all__ = [
     "SageSpec",
     "Smoothing",
     "Strided",
+    "TileLists",
     "ValueOrder",
     "_channel_statistics_kernel",
     "_finish_statistics_kernel",
@@ -42,4 +44,5 @@ __all__ = [
     "_quantise_tokens_kernel",
     "_sage_attention_kernel",
     "_sequence_bounds_kernel",
+    "_tile_lists_kernel",
 ]

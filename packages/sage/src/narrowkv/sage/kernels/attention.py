@@ -12,6 +12,7 @@ import triton.language as tl
 
 from narrowkv.runtime.attention.masks import key_range, visible_keys
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
+from narrowkv.sage.kernels.blocks import entry_of, places_of, row_of
 from narrowkv.sage.kernels.quantise import SIZES
 from narrowkv.sage.kernels.sequences import (
     ALIGN,
@@ -75,6 +76,7 @@ class SageSpec(NamedTuple):
     TMA: K and V come by tensor descriptor. REREAD_Q: Q is not kept from the tiles without a mask for those
     with one. AHEAD: tiles without a mask are loaded to registers while the tile before is multiplied.
     ORDER: `XcdOrder` of the query heads of a sequence, which go together then; or None.
+    Q_TILES: tiles of a block of queries that has one list of key tiles; 0 without a block mask.
     """
 
     RAGGED: Any
@@ -91,6 +93,7 @@ class SageSpec(NamedTuple):
     AHEAD: Any
     BLOCK_M: Any
     BLOCK_N: Any
+    Q_TILES: Any
     ORDER: Any = None
 
 
@@ -274,7 +277,7 @@ def attend(
 
 @triton.jit(do_not_specialize=[*SIZES, "lse_batch", "lse_token", "lse_head"])
 def _sage_attention_kernel(
-    query, keys, k_desc, v_desc, out, q_bounds_ptr, k_bounds_ptr, qk_scale, num_heads,
+    query, keys, k_desc, v_desc, out, lists, q_bounds_ptr, k_bounds_ptr, qk_scale, num_heads,
     batch, q_length, k_length, items, tiles, together, lse_batch, lse_token, lse_head,
     CALL: tl.constexpr, Q_GROUPS: tl.constexpr, K_GROUPS: tl.constexpr, MASK: tl.constexpr,
     ORDER: tl.constexpr,
@@ -283,8 +286,8 @@ def _sage_attention_kernel(
 
     An item is a query head of a sequence, of all sequences when RAGGED. `together` items go longest tile
     first, so that the last ones leave no multiprocessor waiting; few enough to share their keys in the L2.
-    k_desc, v_desc: of K and V with their heads flattened, for TMA, or None. lse_batch, lse_token, lse_head:
-    strides of lse, the first 0 when RAGGED.
+    k_desc, v_desc: of K and V with their heads flattened, for TMA, or None. lists: `TileLists` of a block
+    mask, or None. lse_batch, lse_token, lse_head: strides of lse, the first 0 when RAGGED.
     """
     q_seqs, k_seqs = Sequences(q_bounds_ptr, batch, q_length), Sequences(k_bounds_ptr, batch, k_length)
     group = tl.program_id(0) // (together * tiles)
@@ -322,6 +325,15 @@ def _sage_attention_kernel(
     begin, end, full, full_end = key_range(
         offset + first_row, offset + last_row, num_keys * 0, num_keys, MASK.LEFT, MASK.RIGHT, CALL.BLOCK_N
     )
+    tiles_ptr, current, upcoming = 0, full, 0
+    if CALL.Q_TILES:
+        # From here on the ranges are of entries of this block's list.
+        k_tiles = tl.cdiv(k_length, CALL.BLOCK_N)
+        row_of_blocks = item.to(tl.int64) * tl.cdiv(tiles, CALL.Q_TILES) + tile // CALL.Q_TILES
+        tiles_ptr, before = row_of(lists, row_of_blocks, k_tiles)
+        begin, end, full, full_end = places_of(before, k_tiles, begin, end, full, full_end)
+        current = entry_of(tiles_ptr, full, full, full_end)
+        upcoming = entry_of(tiles_ptr, full + 1, full, full_end)
     m = tl.full([CALL.BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([CALL.BLOCK_M], tl.float32)
     acc = tl.zeros([CALL.BLOCK_M, CALL.HEAD_DIM], tl.float32)
@@ -331,22 +343,29 @@ def _sage_attention_kernel(
         words = tl.zeros([CALL.BLOCK_N, WORDS], keys.k.dtype.element_ty)
         v = tl.zeros([CALL.HEAD_DIM, CALL.BLOCK_N], keys.v.dtype.element_ty)
         if full < full_end:
-            words = load_keys(keys, k_desc, kv_head, k_base + full * CALL.BLOCK_N, CALL)
-            v = load_values(keys, v_desc, kv_head, k_base + full * CALL.BLOCK_N, CALL)
+            words = load_keys(keys, k_desc, kv_head, k_base + current * CALL.BLOCK_N, CALL)
+            v = load_values(keys, v_desc, kv_head, k_base + current * CALL.BLOCK_N, CALL)
     for i in range(full, full_end):
+        this, following = i, tl.minimum(i + 1, full_end - 1)
+        if CALL.Q_TILES:
+            # Entries are loaded a tile before they are addresses.
+            this, following = current, upcoming
+            current, upcoming = upcoming, entry_of(tiles_ptr, i + 2, full, full_end)
         acc, m, l, words, v = attend(
-            i, tl.minimum(i + 1, full_end - 1), words, v, q, acc, m, l, row_scale, keys, k_desc, v_desc,
-            kv_head, k_base, mean_scores, query_pos, num_keys, CALL, K_GROUPS, MASK, ORDER, False, CALL.AHEAD,
+            this, following, words, v, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base,
+            mean_scores, query_pos, num_keys, CALL, K_GROUPS, MASK, ORDER, False, CALL.AHEAD,
         )  # fmt: skip
     if CALL.REREAD_Q:
         # The modifier also keeps compilers from making one load of the two.
         q = load_queries(query, head, q_base + first_row, CALL.FORMAT, CALL.HEAD_DIM, CALL.BLOCK_M, ".cg")
     # The key tiles on both sides need the mask: one masked loop for both.
     for i in range(begin, end - (full_end - full)):
+        this = tl.where(i < full, i, i + (full_end - full))
+        if CALL.Q_TILES:
+            this = tl.load(tiles_ptr + this)
         acc, m, l, _words, _v = attend(
-            tl.where(i < full, i, i + (full_end - full)), 0, 0, 0, q, acc, m, l, row_scale, keys, k_desc,
-            v_desc, kv_head, k_base, mean_scores, query_pos, num_keys,
-            CALL, K_GROUPS, MASK, ORDER, True, False,
+            this, 0, 0, 0, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base,
+            mean_scores, query_pos, num_keys, CALL, K_GROUPS, MASK, ORDER, True, False,
         )  # fmt: skip
 
     # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.

@@ -13,7 +13,7 @@ import torch
 from narrowkv.quant import encode
 from narrowkv.sparse_fp8.indexer import IndexKeys, index_logits, index_logits_reference
 from narrowkv.testing.cases import CaseError, each_alone, named, spell_case
-from narrowkv.testing.contracts import BOUND_16_BIT_QUERY
+from narrowkv.testing.contracts import BOUND_16_BIT_QUERY, Contract, Shape
 from narrowkv.testing.operation import Cases
 
 __all__ = ["AXES", "CASES", "IndexCall", "IndexCase", "IndexInputs", "shipped", "sweep"]
@@ -55,6 +55,7 @@ class IndexCase:
         format: of the keys.
         q: of the queries.
         page_size: tokens of a page.
+        spare_pages: how many pages more than the longest sequence needs the table has.
         clean: whether logits outside become -inf.
         seed: of all numbers.
     """
@@ -67,6 +68,7 @@ class IndexCase:
     format: str = named("fp8_e4m3fn", words=KEY_FORMATS)
     q: str = named("fp8_e4m3fn", words=FORMATS)
     page_size: int = 64
+    spare_pages: int = named(1, "spare")
     clean: bool = True
     seed: int = 0
 
@@ -118,7 +120,7 @@ class IndexCase:
             where = {"starts": starts, "ends": ends}
         else:
             wanted = [-(-length // self.page_size) for length in self.lens]
-            width = max(*wanted, 1) + 1
+            width = max(*wanted, 1) + self.spare_pages
             ids = torch.randperm(2 * sum(wanted) + 2, generator=generator)
             table, used = torch.full((len(wanted), width), -1), 0
             for seq, count in enumerate(wanted):
@@ -266,8 +268,17 @@ def shipped(target: str = "") -> list[IndexCase]:
     return ways + [replace(ways[6], num_heads=heads) for heads in (12, 32, 128)]
 
 
+def of_contract(contract: Contract, shape: Shape, clean: bool) -> IndexCase:
+    """Sequences of `context` keys in whole pages, so that every logit of a token is that of a key."""
+    return IndexCase(
+        lens=(shape.context,) * shape.batch, q_len=shape.q_len, num_heads=shape.num_qo_heads,
+        head_dim=shape.head_dim, format=contract.k, q=contract.q, page_size=contract.page_size, spare_pages=0,
+    )  # fmt: skip
+
+
 CASES = Cases(
     case=IndexCase,
+    of_contract=of_contract,
     bounds={"relative_l1": BOUND},
     sweep=lambda target, full, seed: sweep(everything=full),
     shipped=shipped,

@@ -12,6 +12,7 @@ import torch
 
 from narrowkv.sparse_fp8.indexer import index_topk, index_topk_reference
 from narrowkv.testing.cases import each_alone, named, spell_case
+from narrowkv.testing.contracts import Contract, Shape
 from narrowkv.testing.operation import Cases
 
 __all__ = ["AXES", "CASES", "TopkCall", "TopkCase", "shipped", "sweep"]
@@ -191,8 +192,17 @@ def shipped(target: str = "") -> list[TopkCase]:
     ]
 
 
+def of_contract(contract: Contract, shape: Shape, clean: bool) -> TopkCase:
+    """Rows of eight times as many logits as `context` has keys, chosen as rows of a cache with pages."""
+    return TopkCase(
+        tokens=shape.batch * shape.q_len, columns=8 * shape.context, bounds="seq_lens",
+        page_size=contract.page_size,
+    )  # fmt: skip
+
+
 CASES = Cases(
     case=TopkCase,
+    of_contract=of_contract,
     bounds={"wrong columns": 0.0},
     sweep=lambda target, full, seed: sweep(everything=full),
     shipped=shipped,

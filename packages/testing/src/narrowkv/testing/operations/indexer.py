@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from narrowkv.testing import operation, workgroups
+from narrowkv.testing.contracts import BOUND_16_BIT_QUERY, FP8, Contract, ContractSet, Shape
+
+DSA_INDEXER = ContractSet(
+    "dsa-indexer",
+    "DeepSeek-V3.2's indexer: logits of 64 heads over FP8 and FP4 keys in pages, and the exact top 2,048",
+    Shape(batch=4, q_len=1, context=512, num_qo_heads=64, num_kv_heads=1, head_dim=128),
+)
+"""The set that logits and top-k share, without its contracts."""
 
 OPERATION = operation.OperationEntry(
     name="indexer",
     functions=("index_logits",),
     module="narrowkv.testing.cases.indexer",
-    samples={"_index_logits_kernel": workgroups.corners},
+    contracts=(
+        replace(
+            DSA_INDEXER,
+            contracts=tuple(
+                Contract("index_logits", q, keys, keys, 64, BOUND_16_BIT_QUERY)
+                for q, keys in (*((name, name) for name in FP8), ("fp8_e4m3fn", "fp4_e2m1"))
+            ),
+        ),
+    ),
+    samples={"_index_logits_kernel": workgroups.whole_rows},
     validate=operation.ValidateEntry(
         "Sweep the indexer's logits: layouts of keys, formats, lengths, heads, tokens of a sequence."
     ),

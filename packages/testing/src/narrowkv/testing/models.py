@@ -1,0 +1,199 @@
+"""Models, and the calls that their attention makes on each rank: the rows of `narrowkv probe models`.
+
+A row says what is public of a model's configuration. Nothing here says what works: the probe asks the
+operations, and an operation or a size that narrowkv has not is refused when it is asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MODELS", "RANKS", "Model", "Need"]
+
+RANKS = (1, 2, 4, 8)
+"""Ranks of tensor parallelism that heads are divided by."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A call that some layers of a model make.
+
+    Attributes:
+        operation: name of the entry of `narrowkv.testing.operations`.
+        what: in words.
+        case: its case as text; `{q}` and `{kv}` are the query heads and the KV heads of a rank, `{ratio}` the
+            query heads of a KV head.
+        heads, kv_heads: of the whole model; 0 heads where every rank makes the same call.
+    """
+
+    operation: str
+    what: str
+    case: str
+    heads: int = 0
+    kv_heads: int = 1
+
+    def line(self, ranks: int) -> str | None:
+        """The case on one of so many ranks; None where they do not divide the heads.
+
+        KV heads that are fewer than the ranks are held by several of them.
+
+        Example:
+            >>> Need("decode", "", "kv_heads={kv},ratio={ratio}", heads=24, kv_heads=4).line(8)
+            'kv_heads=1,ratio=3'
+        """
+        if self.heads % ranks:
+            return None
+        q, kv = self.heads // ranks, max(self.kv_heads // ranks, 1)
+        return self.case.format(q=q, kv=kv, ratio=q // kv)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's attention.
+
+    Attributes:
+        name: of the model.
+        heads: its heads in words.
+        source: where the sizes are public.
+        needs: the calls.
+        unsure: sizes that were not checked against the model's configuration; empty if there are none.
+        beside: layers that are no attention over a cache, which narrowkv has no part in.
+    """
+
+    name: str
+    heads: str
+    source: str
+    needs: tuple[Need, ...]
+    unsure: str = ""
+    beside: str = ""
+
+
+_CHUNKS = "q_lens=5+3,lens=20+{longest}"  # new tokens, and all tokens, of two sequences
+
+
+def _grouped(heads: int, kv_heads: int, head_dim: int, what: str = "", more: str = "") -> tuple[Need, ...]:
+    """Decode and prefill over FP8 pages; `more` are further fields of both cases."""
+    sizes = f"head_dim={head_dim},kv_heads={{kv}},ratio={{ratio}}{more}"
+    return tuple(
+        Need(operation, f"{operation}{what}", f"{sizes},{lens}", heads, kv_heads)
+        for operation, lens in (("decode", "lens=200+33"), ("prefill", _CHUNKS.format(longest=170)))
+    )
+
+
+def _latent(heads: int) -> tuple[Need, ...]:
+    """Dense decode over latent rows of 512 + 64 columns."""
+    return (
+        Need("latent", "dense decode, bf16 rows", "layout=bf16,heads={q},lens=70+33", heads),
+        Need("latent", "dense decode, FP8 rows", "layout=tensor576,heads={q},lens=70+33", heads),
+    )
+
+
+def _expanded(heads: int, head_dim: int, v_head_dim: int) -> Need:
+    """Prefill over K and V that were computed from latents: as many KV heads as query heads."""
+    narrower = f",v_head_dim={v_head_dim}" if v_head_dim != head_dim else ""
+    return Need(
+        "prefill", f"prefill, K {head_dim} and V {v_head_dim} wide",
+        f"head_dim={head_dim}{narrower},kv_heads={{kv}},ratio=1,format=bf16,{_CHUNKS.format(longest=33)}",
+        heads, heads,
+    )  # fmt: skip
+
+
+def _sparse(heads: int, layout: str, more: str = "") -> tuple[Need, ...]:
+    """Prefill and decode of the rows that a list names."""
+    return tuple(
+        Need("sparse", f"sparse {what}, {layout}", f"mode={mode},layout={layout},heads={{q}}{more}", heads)
+        for what, mode in (("prefill", "fused"), ("decode", "decode"))
+    )
+
+
+def _indexer(heads: int, topk: int, key_format: str = "fp8_e4m3fn") -> tuple[Need, ...]:
+    """Logits and top-k of the indexer, which every rank has whole."""
+    return (
+        Need("indexer", f"index logits, {heads} heads", f"heads={heads},format={key_format},lens=70+33"),
+        Need("topk", f"top {topk}", f"topk={topk},columns=3000,tokens=2"),
+    )
+
+
+_WINDOWED = ",sink=1,extend=9+4+0"  # the rows of a window are a second source
+
+MODELS: tuple[Model, ...] = (
+    Model(
+        "GLM-4.5-Air", "96/8, head_dim 128", "config.json of zai-org/GLM-4.5-Air", _grouped(96, 8, 128)
+    ),
+    Model(
+        "GLM-5", "64, latent 512 + 64, indexer 32", "GlmMoeDsaConfig of transformers 5.24",
+        (*_sparse(64, "record656"), *_indexer(32, 2048), *_latent(64), _expanded(64, 256, 256)),
+    ),
+    Model(
+        "DeepSeek-V3.2", "128, latent 512 + 64, indexer 64", "DeepseekV32Config of transformers 5.24",
+        (*_sparse(128, "record656"), *_indexer(64, 2048), *_latent(128), _expanded(128, 192, 128)),
+    ),
+    Model(
+        "DeepSeek-V4-Flash", "64, latent 448 + 64, window 128, sinks, indexer 64",
+        "DeepseekV4Config of transformers 5.24",
+        (*_sparse(64, "packed584", _WINDOWED), *_indexer(64, 512)),
+    ),
+    Model(
+        "DeepSeek-V4-Pro", "128, latent 448 + 64, window 128, sinks, indexer 64",
+        "descriptions of the configuration: 128 heads",
+        (*_sparse(128, "packed584", _WINDOWED), *_indexer(64, 1024)),
+        unsure="the indexer's heads and top-k",
+    ),
+    Model(
+        "DeepSeek-V4.1-Flash", "64, latent 512, window 128, sinks, indexer",
+        "descriptions of the configuration: 64 heads, top 512",
+        (
+            *_sparse(64, "packed528", _WINDOWED), *_sparse(64, "packed288", _WINDOWED),
+            *_indexer(64, 512, "fp4_e2m1"),
+            Need("candidate_topk", "top-k inside candidate blocks", ""),
+        ),
+        unsure="the indexer's heads",
+    ),
+    Model(
+        "Kimi-K3", "96, latent 512 + 64, no RoPE", "descriptions of the configuration: 96 heads, 576 columns",
+        (*_latent(96), _expanded(96, 192, 128)),
+        unsure="widths of K and V in prefill",
+        beside="69 of 93 layers: Kimi Delta Attention",
+    ),
+    Model(
+        "Qwen3.8-27B", "24/4, head_dim 256", "descriptions of the configuration", _grouped(24, 4, 256),
+        beside="48 of 64 layers: Gated DeltaNet",
+    ),
+    Model(
+        "Llama-4", "40/8, head_dim 128, chunks of 8,192", "Llama4TextConfig of transformers 5.24",
+        # A chunk's keys begin at its first page: a page table without the pages before it.
+        _grouped(40, 8, 128),
+    ),
+    Model(
+        "gpt-oss", "64/8, head_dim 64, window 128, sinks", "GptOssConfig of transformers 5.24",
+        (
+            *_grouped(64, 8, 64, ", sinks", ",sinks=1"),
+            Need(
+                "decode", "decode, sinks, window",
+                "head_dim=64,kv_heads={kv},ratio={ratio},sinks=1,window=127,lens=200+33", 64, 8,
+            ),
+            Need(
+                "prefill", "prefill, sinks, window",
+                "head_dim=64,kv_heads={kv},ratio={ratio},sinks=1,window_left=127,q_lens=5+3,lens=20+170",
+                64, 8,
+            ),
+        ),
+    ),
+    Model(
+        "Gemma-4-31B", "32/16, head_dim 256, window 1,024; 32/4, head_dim 512",
+        "Gemma4TextConfig of transformers 5.24, descriptions of the 31B",
+        (
+            *_grouped(32, 4, 512, ", 512 wide"),
+            Need(
+                "decode", "decode, window",
+                "head_dim=256,kv_heads={kv},ratio={ratio},window=1023,lens=1100", 32, 16,
+            ),
+            Need(
+                "prefill", "prefill, window",
+                "head_dim=256,kv_heads={kv},ratio={ratio},window_left=1023,q_lens=3,lens=1100", 32, 16,
+            ),
+        ),
+        unsure="heads of the 31B",
+    ),
+)  # fmt: skip
+"""A row each."""
