@@ -221,7 +221,8 @@ def attend(
         max_batch: requests of a decode step, at most.
         batch_invariant: give a token the same bits whatever else is in its step. Decodes then go the way of
             prefills, with which they share steps.
-        **options: of `paged_decode` and `batch_prefill`: sm_scale, logits_soft_cap, window_left, sinks.
+        **options: of `paged_decode` and `batch_prefill`: sm_scale, logits_soft_cap, window_left, sinks, lse;
+            causal for steps that do not decode.
     """
     if step.parts and not batch_invariant:
         tokens = [part.num_tokens for part in step.parts]

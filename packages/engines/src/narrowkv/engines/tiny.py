@@ -43,7 +43,7 @@ _EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _LATENT = {
     **_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "kv_lora_rank": 512, "q_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
+    "v_head_dim": 128, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
 _INDEXER = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 6}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}

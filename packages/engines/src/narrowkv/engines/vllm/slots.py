@@ -58,6 +58,9 @@ CACHE_DTYPES = (
     "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", PER_TOKEN_HEAD, INT8, INT4, ULTRAQUANT
 )  # fmt: skip
 
+# Those of latent rows (MLA).
+LATENT_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+
 
 class _OwnCacheDtype:
     """What vLLM asks about a cache dtype that a plugin registers."""
