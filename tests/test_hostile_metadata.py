@@ -281,7 +281,7 @@ def _decode(
         made = plan_decode(q, cache, table, **plan)
         made = replace(made, config=replace(made.config, merge_in_launch=late or made.config.merge_in_launch))
         made = replace(made, workspace=guarded.workspace(made.workspace_bytes(), guarded.device))
-        out, lse = guarded.nan("out", *q.shape), guarded.nan("lse", *q.shape[:2])
+        out, lse = guarded.nan("out", *q.shape[:2], cache.v_head_dim), guarded.nan("lse", *q.shape[:2])
 
         def run() -> Results:
             paged_decode(q, cache, table, plan=made, out=out, lse=lse, return_lse=True, **(options or {}))
@@ -322,7 +322,8 @@ def _prefill(case: PrefillCase, planned: bool = True, **plan: Any) -> Scene:
             make: Any = plan_append if case.appends else plan_prefill
             made = make(q, cache, table, starts, **plan)
             made = made.with_workspace(guarded.workspace(made.workspace_bytes(), guarded.device))
-        out, lse = guarded.nan("out", *q.shape, dtype=q.dtype), guarded.nan("lse", *q.shape[:2])
+        out = guarded.nan("out", *q.shape[:2], cache.v_head_dim, dtype=q.dtype)
+        lse = guarded.nan("lse", *q.shape[:2])
 
         def run() -> Results:
             inputs.run(made, out=out, lse=lse, return_lse=True, validate=False)
@@ -348,7 +349,8 @@ def _append(rope: bool = False, **case: Any) -> Scene:
             lens=(size,) * tokens, num_kv_heads=2, page_size=size, **case
         ).build(guarded.device)
         cache, own = guarded.cache(cache), table.page_ids[:, 0].long()
-        k_new, v_new = (guarded.place(name, q[:, :2]) for name in ("k_new", "v_new"))
+        k_new = guarded.place("k_new", q[:, :2])
+        v_new = guarded.place("v_new", q[:, :2, : cache.v_head_dim])
         slots = guarded.integers("slot_mapping", own * size + 1)
         metadata: dict[str, Numbers | Starts] = {
             "slot_mapping": Numbers(slots, cache.num_pages * size - 1, int, skipped)
@@ -619,6 +621,13 @@ def _register() -> Iterator[tuple[str, Scene]]:
         yield f"append, bf16, {layout}", _append(format="bf16", layout=layout)
         yield f"append, fp4_e2m1, {layout}", _append(format="fp4_e2m1", layout=layout)
     yield "append, fp8", _append()
+    widths: dict[str, Any] = {"head_dim": 96, "v_head_dim": 64}
+    yield "append, V narrower than K", _append(**widths)
+    yield "decode, V narrower than K", _decode(replace(one, **widths), split="even")
+    for kernel in ("dense", "fused", "split"):
+        yield f"prefill, {kernel}, V narrower than K", _prefill(replace(chunk, **widths), kernel=kernel)
+    for kernel in ("append_then_attend", "fused"):
+        yield f"prefill_append, {kernel}, V narrower than K", _prefill(replace(a, **widths), kernel=kernel)
     yield "append, fp8, scales by token", _append(granularity="token_head")
     yield "append, fp8, rope", _append(rope=True)
     s = SparseCase.small(

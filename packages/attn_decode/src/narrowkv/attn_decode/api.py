@@ -53,9 +53,9 @@ def paged_decode(
     their other channels NaN; other rows are not affected.
 
     Returns:
-        `o`, or `(o, lse)`; `lse` is `[batch * q_len, num_qo_heads]` fp32, natural log of the scaled logits'
-        sum **without the sink**, so that partial results merge. A row that attends to nothing has o = 0 and
-        lse = -inf.
+        `o`, or `(o, lse)`. `o` is `[batch * q_len, num_qo_heads, v_head_dim]`, as wide as the cache's V.
+        `lse` is `[batch * q_len, num_qo_heads]` fp32, natural log of the scaled logits' sum **without the
+        sink**, so that partial results merge. A row that attends to nothing has o = 0 and lse = -inf.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what was expected and what came.

@@ -109,6 +109,7 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
         page_size=cache.page_size,
         capacity=page_table.capacity,
         q_dtype=q.dtype,
+        v_head_dim=cache.v_head_dim,
     )
     check_decode_shape(shape)
     return shape

@@ -31,6 +31,7 @@ class DecodeShape:
         capacity: tokens of a sequence, at most. For a plan only speed depends on it, and which lengths
             `validate` accepts.
         q_dtype: bf16, fp16, or FP8 (E4M3).
+        v_head_dim: channels of V where they are fewer than those of Q and K, else 0; `v_dim` says how many.
     """
 
     batch: int
@@ -41,6 +42,16 @@ class DecodeShape:
     page_size: int
     capacity: int
     q_dtype: torch.dtype = torch.bfloat16
+    v_head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim == self.head_dim:
+            object.__setattr__(self, "v_head_dim", 0)  # shapes that are alike are equal
+
+    @property
+    def v_dim(self) -> int:
+        """Channels of V and of the output."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def gqa_ratio(self) -> int:
@@ -313,8 +324,9 @@ def choose_config(
 def shape_class(shape: DecodeShape, k_format: str, v_format: str, scale_group: int) -> str:
     """The class of a call: calls of one class share a row."""
     query = get_format(shape.q_dtype).name
+    of = f"{shape.head_dim} and {shape.v_head_dim}" if shape.v_head_dim else f"{shape.head_dim}"
     return (
-        f"{shape.num_qo_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, q_len {shape.q_len}, "
+        f"{shape.num_qo_heads}/{shape.num_kv_heads} heads of {of}, q_len {shape.q_len}, "
         f"{query} over {k_format}/{v_format}:{scale_group}, batch to {size_class(shape.batch)}, "
         f"keys to {size_class(shape.capacity)}"
     )

@@ -116,7 +116,7 @@ def constants_of(
     native = config.kernel == "native"
     reading, transform = bound.readings[READING], bound.transform
     half = "bf16" not in (reading.k_stored.format, reading.v_stored.format)
-    block_d = power_of_two(shape.head_dim)
+    block_d, block_dk = power_of_two(shape.v_dim), power_of_two(shape.head_dim)
     transforms = transform.rotated or transform.balance is not None
     # That loop loads Q's channels in the order of its lanes; a transform needs them in order.
     registers = not transforms and reads_to_registers(target, shape, config, reading)
@@ -128,7 +128,13 @@ def constants_of(
     tall = config.block_m >= 64
     return {
         "SIZES": Sizes(
-            shape.num_kv_heads, shape.gqa_ratio, shape.q_len, shape.head_dim, shape.page_size, ragged
+            shape.num_kv_heads,
+            shape.gqa_ratio,
+            shape.q_len,
+            shape.head_dim,
+            shape.page_size,
+            ragged,
+            shape.v_dim,
         ),
         "K": k_stored,
         "V": v_stored,
@@ -160,7 +166,7 @@ def constants_of(
             q_in_shared=target.vendor == "nvidia" and config.block_m >= 64 and not native,
         ),
         "BLOCKS": Blocks(
-            config.block_m, config.block_n, block_d, max(block_d, SCALED_DOT_DEPTH) if native else block_d
+            config.block_m, config.block_n, block_d, max(block_dk, SCALED_DOT_DEPTH) if native else block_dk
         ),
     }
 

@@ -16,7 +16,7 @@ class DecodeOptions(TypedDict, total=False):
         sm_scale: softmax scale; default `head_dim ** -0.5`.
         q_descale: what FP8 queries are multiplied by: a float or an fp32 tensor `[1]`. They are widened to 16
             bits, exactly.
-        out: where to write, `[batch * q_len, num_qo_heads, head_dim]`.
+        out: where to write, `[batch * q_len, num_qo_heads, v_head_dim]`.
         out_dtype: dtype of a new output; default q's, and bf16 for FP8 queries. fp32 is allowed.
         logits_soft_cap: `c * tanh(logits / c)` when positive.
         window_left: a row attends to at most this many keys before itself; -1 for all.

@@ -108,8 +108,9 @@ class DecodePlan(Plan):
     def explain(self) -> str:
         """One line for a person: the configuration, how often keys are read, and the bytes."""
         shape = self.shape
-        bits = get_format(self.k_format).bits + get_format(self.v_format).bits
-        stored = shape.batch * shape.capacity * shape.num_kv_heads * shape.head_dim * bits / 8
+        bits = shape.head_dim * get_format(self.k_format).bits
+        bits += shape.v_dim * get_format(self.v_format).bits
+        stored = shape.batch * shape.capacity * shape.num_kv_heads * bits / 8
         return (
             f"{self.target.name}, {self.config.explain(shape)}; at most {stored / 1e6:.1f} MB of keys and "
             f"values and {self.workspace_bytes() / 1e6:.1f} MB of partial results"
@@ -212,7 +213,9 @@ class DecodePlan(Plan):
         if out is not None or lse is not None:
             if _may_overlap(call, bound, table, given):
                 refuse_overlap(out, lse, _inputs(given))
-        o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
+        o = out
+        if o is None:
+            o = torch.empty((*q.shape[:2], self.shape.v_dim), dtype=call.out_dtype, device=q.device)
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if call.empty:
@@ -243,13 +246,16 @@ class DecodePlan(Plan):
 
     def _bind(self, cache: PagedKVCache) -> BoundCache:
         """The cache as kernel arguments, once it is known to be of this plan's kind."""
-        made = (cache.num_kv_heads, cache.head_dim, cache.page_size, cache.format.k, cache.format.v)
+        sizes = (cache.num_kv_heads, cache.head_dim, cache.v_head_dim, cache.page_size)
+        made = (*sizes, cache.format.k, cache.format.v)
         shape = self.shape
-        wanted = (shape.num_kv_heads, shape.head_dim, shape.page_size, self.k_format, self.v_format)
+        sizes = (shape.num_kv_heads, shape.head_dim, shape.v_dim, shape.page_size)
+        wanted = (*sizes, self.k_format, self.v_format)
         if made != wanted or cache.k.device != self.device:
             raise ValueError(
-                f"plan must be made for a cache of (num_kv_heads, head_dim, page_size, K, V) {made} on "
-                f"{cache.k.device}, got a plan for {wanted} on {self.device}: call plan_decode again"
+                "plan must be made for a cache of (num_kv_heads, head_dim, v_head_dim, page_size, K, V) "
+                f"{made} on {cache.k.device}, got a plan for {wanted} on {self.device}: call plan_decode "
+                "again"
             )
         half = "bf16" not in (self.k_format, self.v_format)
         bound = bind_cache(cache, self.target, ((READING, read_options(self.config, half)),))
@@ -268,7 +274,7 @@ class DecodePlan(Plan):
             return []
         slots = config.num_items * shape.num_kv_heads * self._row_blocks(config)
         return [
-            ((slots, config.block_m, power_of_two(shape.head_dim)), torch.float32),
+            ((slots, config.block_m, power_of_two(shape.v_dim)), torch.float32),
             ((slots, 2, config.block_m), torch.float32),
         ]
 
@@ -312,7 +318,7 @@ class DecodePlan(Plan):
                 "which keys a window leaves out"
             )
         check_no_grad(q=q, k=cache.k, v=cache.v)
-        out_dtype = check_results(q, out, lse, sinks, given.out_dtype, _inputs(given))
+        out_dtype = check_results(q, out, lse, sinks, given.out_dtype, _inputs(given), head_dim=shape.v_dim)
         batch, config = shape.batch, self.config_for(shape.batch)
         attend, merge = self._bound_launches(
             bound, batch, page_table.kind == "ragged", window_left, soft_cap > 0, sinks is not None,
@@ -342,7 +348,9 @@ class DecodePlan(Plan):
             blocks = []
         elif blocks:
             partial = allocated(block_bytes(blocks[:1]), counters > 0)
-        token, head = (q.shape[1] * q.shape[2], q.shape[2]) if out is None else out.stride()[:2]
+        token, head = q.shape[1] * shape.v_dim, shape.v_dim
+        if out is not None:
+            token, head = out.stride()[:2]
         steps = launches_of(
             attend, merge, bound, table, partial, config,
             (q.stride(0), q.stride(1), token, head, q.shape[1] if lse is None else lse.stride(0)),

@@ -20,6 +20,7 @@ from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
 from narrowkv.paged_cache.descales import check_fp4_scales
 from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
+from narrowkv.paged_cache.layouts import check_head_dims
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import check_choice, check_positive_int
 from narrowkv.runtime.launch import active_target, executor
@@ -113,6 +114,7 @@ def _plan(
         # Tensors made on "cuda" are on the current GPU, whose index they name.
         shape, formats, device = q, CacheFormat.parse(cache), torch.empty(0, device=device).device
         check_decode_shape(shape)
+        check_head_dims(shape.head_dim, shape.v_dim, formats)
         check_query_format(shape.q_dtype, formats)
         check_fp4_scales(scale_group, scale_format or "e8m0", formats, shape.head_dim)
     else:

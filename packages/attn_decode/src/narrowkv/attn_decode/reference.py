@@ -42,7 +42,7 @@ def paged_decode_reference(
         if transform.offset is not None:
             shift = lse_correction(q, transform.offset, scale)
         q = transform.queries(q)
-    o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    o = torch.zeros((*q.shape[:2], cache.v_head_dim), dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, device=q.device)
     for seq in range(batch):
         k, v = cache.gather(page_table, seq)
@@ -85,7 +85,7 @@ def paged_decode_reference(
         clean = torch.where(v.isnan(), 0.0, v)
         result = torch.einsum("qhgl,lhd->qhgd", p, clean)
         poisoned = torch.einsum("ql,lhd->qhd", keep.float(), torch.isnan(v).float())[:, :, None] > 0
-        o[rows] = result.masked_fill(poisoned.expand_as(result), math.nan).reshape(q_len, -1, head_dim)
+        o[rows] = result.masked_fill(poisoned.expand_as(result), math.nan).reshape(q_len, -1, v.shape[2])
         lse[rows] = log_sum.reshape(q_len, -1)
     if given.out is not None:
         o = given.out.copy_(o)

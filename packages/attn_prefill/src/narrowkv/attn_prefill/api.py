@@ -101,7 +101,8 @@ def prefill_append(
     Args:
         q: `[tokens, num_qo_heads, head_dim]`, bf16 or fp16, all sequences' new tokens one after the other,
             last dimension contiguous.
-        k_new, v_new: `[tokens, num_kv_heads, head_dim]` in q's dtype, last dimension contiguous.
+        k_new: `[tokens, num_kv_heads, head_dim]` in q's dtype, last dimension contiguous; v_new: the same
+            with the cache's `v_head_dim` channels.
         cache: any layout, page size and format; read and written in place. Its descales are per tensor, per
             head or per token-head, as for `append`. With a `key_transform` a launch ahead rotates and
             transforms q for stored keys, and new keys are transformed as they are stored.

@@ -19,7 +19,7 @@ class AttentionOptions(TypedDict, total=False):
         logits_soft_cap: `c * tanh(logits / c)` when positive.
         window_left: how many keys before itself a row attends to; -1 for all.
         sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
-        out: where to write, `[tokens, num_qo_heads, head_dim]`, bf16, fp16 or fp32; it must not overlap any
+        out: where to write, `[tokens, num_qo_heads, v_head_dim]`, bf16, fp16 or fp32; it must not overlap any
             other tensor of the call.
         out_dtype: bf16, fp16 or fp32, of a new output; default q's dtype, and bf16 for FP8 queries.
         return_lse: also return the log-sum-exp.

@@ -50,9 +50,9 @@ def check_chunk(given: Arguments, *, validate: bool | None) -> None:
     q, k_new, v_new, cache, rope = given.q, given.k_new, given.v_new, given.cache, given.rope
     if k_new is None or v_new is None:
         return
-    for name, new in (("k_new", k_new), ("v_new", v_new)):
+    for name, new, head_dim in (("k_new", k_new, cache.head_dim), ("v_new", v_new, cache.v_head_dim)):
         check_dtype(name, new, (q.dtype,))
-        check_shape(name, new, (q.shape[0], cache.num_kv_heads, cache.head_dim))
+        check_shape(name, new, (q.shape[0], cache.num_kv_heads, head_dim))
     check_same_device(q=q, k_new=k_new)
     check_new_tokens(cache, k_new, v_new, rope, "mse", validate=validate)
     # Of the cache's own tensors those of the transform alone are not written.
@@ -202,6 +202,7 @@ def prefill_shape(
         max_seq_len=capacity,
         kv_tokens=capacity if page_table.kind == "ragged" else batch * capacity,
         q_dtype=q.dtype,
+        v_head_dim=cache.v_head_dim,
     )
 
 
@@ -251,11 +252,11 @@ def check_shape_of_plan(shape: PrefillShape, cache: PagedKVCache, *, appends: bo
     known = (torch.bfloat16, torch.float16) if appends else QUERY_DTYPES
     if shape.q_dtype not in known:
         raise ValueError(f"q_dtype must be one of {known}, got {shape.q_dtype}")
-    wanted = (cache.num_kv_heads, cache.head_dim, cache.page_size)
-    if (shape.num_kv_heads, shape.head_dim, shape.page_size) != wanted:
+    wanted = (cache.num_kv_heads, cache.head_dim, cache.v_head_dim, cache.page_size)
+    if (sizes := (shape.num_kv_heads, shape.head_dim, shape.v_dim, shape.page_size)) != wanted:
         raise ValueError(
-            f"shape must have the cache's (num_kv_heads, head_dim, page_size) {wanted}, "
-            f"got {(shape.num_kv_heads, shape.head_dim, shape.page_size)}"
+            f"shape must have the cache's (num_kv_heads, head_dim, v_head_dim, page_size) {wanted}, "
+            f"got {sizes}"
         )
     if shape.head_dim not in HEAD_DIMS:
         raise ValueError(f"shape must have head_dim in {HEAD_DIMS}, got {shape.head_dim}")

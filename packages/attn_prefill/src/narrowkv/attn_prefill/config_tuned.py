@@ -48,8 +48,9 @@ def shape_class(shape: PrefillShape, formats: tuple[str, str], plain_keys: bool)
 
     plain_keys: whether no key has a descale of its own, and Q is one matrix operand.
     """
+    of = f"{shape.head_dim} and {shape.v_head_dim}" if shape.v_head_dim else f"{shape.head_dim}"
     return (
-        f"{shape.num_qo_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, "
+        f"{shape.num_qo_heads}/{shape.num_kv_heads} heads of {of}, "
         f"{get_format(shape.q_dtype).name} over {formats[0]}/{formats[1]}"
         f"{'' if plain_keys else ' with factors of keys'}, one sequence, tokens to "
         f"{size_class(shape.num_tokens)}, keys to {size_class(shape.max_seq_len)}"

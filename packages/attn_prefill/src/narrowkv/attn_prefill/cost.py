@@ -130,7 +130,8 @@ def rates_of(target: Target) -> Rates:
 
 def row_bytes(shape: PrefillShape, formats: tuple[str, str]) -> float:
     """Bytes of K and V of a key and head, without scales."""
-    return sum(get_format(name).bits for name in formats) / 8 * shape.head_dim
+    widths = (shape.head_dim, shape.v_dim)
+    return sum(get_format(name).bits / 8 * width for name, width in zip(formats, widths, strict=True))
 
 
 def estimate(
@@ -143,7 +144,7 @@ def estimate(
     tiles = -(-work.q_len * shape.gqa_ratio // block_m)
     keys = float(work.sequences * heads * work.keys)
     stored = row_bytes(shape, formats)
-    flops = keys * tiles * block_m * 4 * shape.head_dim
+    flops = keys * tiles * block_m * 2 * (shape.head_dim + shape.v_dim)
     if kernel in ("split", "fused"):
         rate = min(rates.split_flops[_widening(target, name)] for name in formats)
         moved, launches, start = stored, 1, 0.0
@@ -152,7 +153,8 @@ def estimate(
         # its pages.
         rate = rates.pipelined_flops if kernel == "pipelined" else rates.dense_flops
         k_stays = kernel == "pipelined" and formats[0] in ("bf16", "fp16")
-        moved, launches = stored + (1 if k_stays else 2) * 4 * shape.head_dim, 2
+        widened = shape.v_dim + (0 if k_stays else shape.head_dim)
+        moved, launches = stored + 4 * widened, 2
         start = rates.pipelined_us if kernel == "pipelined" else 0.0
     bytes_us = keys * moved / rates.stream_bytes
     products_us = flops / rate if block_m > 16 else 0.0

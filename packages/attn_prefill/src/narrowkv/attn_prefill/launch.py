@@ -191,11 +191,16 @@ class _Maker:
         self.appends = traits.storing is not None
         self.nvidia = plan.target.vendor == "nvidia"
         self.sizes = Sizes(
-            shape.num_kv_heads, shape.gqa_ratio, shape.head_dim, shape.page_size, traits.ragged
+            shape.num_kv_heads,
+            shape.gqa_ratio,
+            shape.head_dim,
+            shape.page_size,
+            traits.ragged,
+            shape.v_dim,
         )
-        self.block_d = power_of_two(shape.head_dim)
+        self.block_d, self.block_dk = power_of_two(shape.v_dim), power_of_two(shape.head_dim)
         self.blocks = Blocks(
-            config.block_m, config.block_n, self.block_d, self.block_d, config.scratch_block, config.own_n
+            config.block_m, config.block_n, self.block_d, self.block_dk, config.scratch_block, config.own_n
         )
         self.num_tiles = shape.row_tiles(config.block_m)
         self.sequences = shape.sequences_with(config.q_lens[0])
@@ -231,7 +236,7 @@ class _Maker:
         reading = self.bound.readings["to_scratch"]
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k_stored, "V": reading.v_stored}
         constants["BLOCKS"] = Blocks(
-            0, 0, self.block_d, self.block_d, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES
+            0, 0, self.block_d, self.block_dk, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES
         )
         kernel: Any = _widen_kernel
         options = widen_options(target, shape.head_dim, config.scratch_block)
@@ -485,7 +490,7 @@ def _queries(given: Arguments, traits: CallTraits, bound: BoundCache) -> Queries
 
 
 def _outputs(given: Arguments, traits: CallTraits) -> Outputs:
-    _, heads, head_dim = given.q.shape
+    heads, head_dim = given.q.shape[1], given.cache.v_head_dim
     token, head = (heads * head_dim, head_dim) if given.out is None else given.out.stride()[:2]
     lse_token = 0 if not traits.lse else heads if given.lse is None else given.lse.stride(0)
     return Outputs(

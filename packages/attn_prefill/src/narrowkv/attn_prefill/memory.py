@@ -74,9 +74,8 @@ class MemorySizes:
         if config.kernel not in IN_PAGES:
             rows = scratch_rows(shape, block, self.sequences, appends=self.appends)
             blocks = (heads, rows // block)
-            sizes = (heads, rows, shape.head_dim)
-            found["k"] = sizes, key_type(self.q_dtype, self.k_format)
-            found["v"] = sizes, torch.float16
+            found["k"] = (heads, rows, shape.head_dim), key_type(self.q_dtype, self.k_format)
+            found["v"] = (heads, rows, shape.v_dim), torch.float16
             if self.per_key[0] or config.k_in_pages:
                 found["k_factor"] = (heads, rows), torch.float32
             if self.per_key[1]:
@@ -88,7 +87,7 @@ class MemorySizes:
             found["schedule"] = (max(shape.row_tiles(self._least_rows()), 1), 8), torch.int32
         rows = self._partial_rows()
         if rows:
-            found["acc"] = (rows * power_of_two(shape.head_dim),), torch.float32
+            found["acc"] = (rows * power_of_two(shape.v_dim),), torch.float32
             found["ml"] = (rows * 2,), torch.float32
         return found
 
@@ -208,10 +207,14 @@ def allocated(memory_sizes: MemorySizes) -> LaunchMemory:
         tensors[name] = Part(Arg("counters"), Arg(_place_of(name)), torch.int32)
     rows, descriptors = Arg("rows"), (None, None)
     if memory_sizes.config.tma and "k" in tensors:
-        make = partial(
-            _described_rows, memory_sizes.config, memory_sizes.shape.num_kv_heads, memory_sizes.shape.head_dim
+        shape = memory_sizes.shape
+        make_k, make_v = (
+            partial(_described_rows, memory_sizes.config, shape.num_kv_heads, head_dim)
+            for head_dim in (shape.head_dim, shape.v_dim)
         )
-        descriptors = tuple(Described(tensors[name], rows, make) for name in "kv")  # type: ignore[assignment]
+        descriptors = (  # type: ignore[assignment]
+            Described(tensors["k"], rows, make_k), Described(tensors["v"], rows, make_v)
+        )  # fmt: skip
     return memory_of(memory_sizes, tensors, rows, descriptors)
 
 
@@ -295,5 +298,6 @@ def scratch_rows(shape: PrefillShape, block: int, sequences: int, *, appends: bo
 
 
 def scratch_bytes(shape: PrefillShape, block: int, sequences: int, *, appends: bool) -> int:
-    """Bytes of widened keys and values: 4 for each of a bound of their elements."""
-    return 4 * scratch_rows(shape, block, sequences, appends=appends) * shape.num_kv_heads * shape.head_dim
+    """Bytes of widened keys and values: 2 for each of a bound of their elements."""
+    rows = scratch_rows(shape, block, sequences, appends=appends)
+    return 2 * rows * shape.num_kv_heads * (shape.head_dim + shape.v_dim)

@@ -221,7 +221,9 @@ class PrefillPlan(PrefillSettings):
         if out is not None or lse is not None or k_new is not None:
             if _may_overlap(call, bound, table, turn, given):
                 refuse_shared_memory(given)
-        o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
+        o = out
+        if o is None:
+            o = torch.empty((*q.shape[:2], self.shape.v_dim), dtype=call.out_dtype, device=q.device)
         if lse is None and given.return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if call.classes:
@@ -332,7 +334,9 @@ class PrefillPlan(PrefillSettings):
         if self.config.fp8 is not None and not self.appends:
             # Q's bytes are read as K's are, and lose the same power of two.
             logit_scale *= 2.0 ** widening_exponent(self.k_format, fp8_route(self.config.fp8, self.k_format))
-        out_dtype = check_results(q, given.out, given.lse, given.sinks, given.out_dtype, inputs_of(given))
+        out_dtype = check_results(
+            q, given.out, given.lse, given.sinks, given.out_dtype, inputs_of(given), head_dim=shape.v_dim
+        )
         return _Checked(shape, scale, logit_scale, soft_cap, out_dtype, traits)
 
     def _traits(

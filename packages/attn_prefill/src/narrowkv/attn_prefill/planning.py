@@ -39,7 +39,7 @@ def can_pipeline(target: Target, q_dtype: torch.dtype, cache: PagedKVCache) -> b
     return (
         target.name == "sm90"
         and is_compiled(cache.k)
-        and cache.head_dim in (64, 128, 256)
+        and cache.v_head_dim == cache.head_dim in (64, 128, 256)
         and not any(per_key(cache.k_granularity, cache.v_granularity))
         and key_type(q_dtype, cache.format.k) == q_dtype
     )
@@ -217,6 +217,7 @@ def _decode_plan(shape: PrefillShape, cache: PagedKVCache) -> DecodePlan:
     decode = DecodeShape(
         batch=shape.batch, q_len=1, num_qo_heads=shape.num_qo_heads, num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim, page_size=shape.page_size, capacity=shape.max_seq_len, q_dtype=shape.q_dtype,
+        v_head_dim=shape.v_head_dim,
     )  # fmt: skip
     return plan_decode(decode, cache.format, device=cache.k.device, **fp4_scales(cache))
 

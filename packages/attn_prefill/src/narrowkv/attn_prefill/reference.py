@@ -37,7 +37,7 @@ def batch_prefill_reference(
         if transform.offset is not None:
             shift = lse_correction(q, transform.offset, scale)
         q = transform.queries(q).to(q.dtype)
-    o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    o = torch.zeros((*q.shape[:2], cache.v_head_dim), dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, device=q.device)
     starts = cu_seqlens_q.tolist()
     for seq in range(page_table.batch_size):
@@ -92,7 +92,7 @@ def prefill_append_reference(
         turned_q = transform.queries(turned_q).to(q.dtype)
         exact = k_new if rope is None else apply_rope_reference(k_new, rope)
         turned_k = transform.keys(exact).to(k_new.dtype)
-    o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    o = torch.zeros((*q.shape[:2], cache.v_head_dim), dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, device=q.device)
     starts = cu_seqlens_q.tolist()
     slots = torch.full((q.shape[0],), -1, dtype=torch.int32)

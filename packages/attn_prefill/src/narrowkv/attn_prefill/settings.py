@@ -165,14 +165,16 @@ class PrefillSettings(Plan):
         if known is not None:
             return known
         formats = (cache.format.k, cache.format.v, cache.k_granularity, cache.v_granularity)
-        made = (cache.num_kv_heads, cache.head_dim, cache.page_size, *formats, cache.k.device)
+        sizes = (cache.num_kv_heads, cache.head_dim, cache.v_head_dim, cache.page_size)
+        made = (*sizes, *formats, cache.k.device)
         shape = self.shape
         own = (self.k_format, self.v_format, self.k_granularity, self.v_granularity)
-        wanted = (shape.num_kv_heads, shape.head_dim, shape.page_size, *own, self.device)
+        sizes = (shape.num_kv_heads, shape.head_dim, shape.v_dim, shape.page_size)
+        wanted = (*sizes, *own, self.device)
         if made != wanted:
             raise ValueError(
-                f"plan must be made for a cache of (num_kv_heads, head_dim, page_size, K, V, their descales, "
-                f"device) {made}, got a plan for {wanted}: call {self.maker} again"
+                "plan must be made for a cache of (num_kv_heads, head_dim, v_head_dim, page_size, K, V, "
+                f"their descales, device) {made}, got a plan for {wanted}: call {self.maker} again"
             )
         options = read_options(self.target, self.k_format, self.v_format, self.config.fp8)
         return self._caches.keep(cache, bind_cache(cache, self.target, options, stores=self.appends))

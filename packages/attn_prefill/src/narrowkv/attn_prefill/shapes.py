@@ -26,6 +26,7 @@ class PrefillShape:
         q_dtype: of the query.
         min_q_len: the fewest query tokens that sequences are expected to have: classes of fewer have no
             launches. Sequences that have fewer are served by those of the next class.
+        v_head_dim: channels of V where they are fewer than those of Q and K, else 0; `v_dim` says how many.
     """
 
     batch: int
@@ -39,6 +40,16 @@ class PrefillShape:
     kv_tokens: int
     q_dtype: torch.dtype = torch.bfloat16
     min_q_len: int = 0
+    v_head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim == self.head_dim:
+            object.__setattr__(self, "v_head_dim", 0)  # shapes that are alike are equal
+
+    @property
+    def v_dim(self) -> int:
+        """Channels of V and of the output."""
+        return self.v_head_dim or self.head_dim
 
     @property
     def gqa_ratio(self) -> int:

@@ -184,7 +184,7 @@ def _amd_dense_config(
         "dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options,
         xcd_rows=xcd_rows(target, shape, block_m),
     )  # fmt: skip
-    turns = gfx950 and head_dim == 128 and plain and splits == 1 and rows >= 256
+    turns = gfx950 and shape.v_dim == head_dim == 128 and plain and splits == 1 and rows >= 256
     if not turns or shape.row_tiles(256) * shape.num_kv_heads < compute_units_of(target):
         return config
     own = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=f"{_NO_PACKED_FP32},{_ITERATIVE_ILP}")

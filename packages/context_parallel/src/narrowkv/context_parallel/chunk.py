@@ -12,6 +12,7 @@ from narrowkv.context_parallel.groups import Group, all_gather, check_layout, gr
 from narrowkv.context_parallel.layout import ShardLayout
 from narrowkv.context_parallel.merging import merge_over_ranks
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.checks import check_one_width
 from narrowkv.paged_cache.descales import static_scales
 from narrowkv.runtime.errors import check_dtype, check_shape
 from narrowkv.runtime.scales import check_scales
@@ -65,6 +66,7 @@ def cp_chunk_attention(
     check_layout(layout.world, layout.rank, ranks)
     check_dtype("q", q, (torch.bfloat16, torch.float16))
     check_shape("q", q, ("tokens", "own heads", cache.head_dim))
+    check_one_width(cache, "cp_chunk_attention")
     check_scales(static_scales(cache))  # before any rank waits for another
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
     tokens, heads, head_dim = q.shape

@@ -24,6 +24,7 @@ from narrowkv.context_parallel.heads import every_nth_head
 from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.context_parallel.symmetric import SymmetricMemory
 from narrowkv.paged_cache import PagedKVCache
+from narrowkv.paged_cache.checks import check_one_width
 from narrowkv.paged_cache.descales import static_scales
 from narrowkv.runtime.errors import (
     check_choice,
@@ -367,6 +368,7 @@ def _plan(
         raise ValueError(f"partial_dtype must be one of {PARTIAL_DTYPES}, got {partial_dtype}")
     check_dtype("q", q, (torch.bfloat16, torch.float16))
     check_shape("q", q, ("batch * q_len", "num_qo_heads", cache.head_dim))
+    check_one_width(cache, "cp_decode")
     batch = table.table.batch_size
     check_shape("q", q, (batch * table.q_len, None, None))
     all_heads = q.shape[1] * (world if heads == "sharded" else 1)

@@ -19,6 +19,7 @@ from narrowkv.context_parallel.groups import Group, agreement, all_gather, check
 from narrowkv.context_parallel.ring import gathered, passed_round
 from narrowkv.context_parallel.shares import PAGE, PrefillShares
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.paged_cache.checks import check_one_width
 from narrowkv.paged_cache.descales import static_scales
 from narrowkv.runtime.errors import check_choice, check_dtype, check_index_vector, check_instance, check_shape
 from narrowkv.runtime.scales import check_scales
@@ -116,6 +117,7 @@ def _check(
     check_dtype("q", q, (torch.bfloat16, torch.float16))
     tokens = sum(a + b for a, b in shares.lens(shares.layout.rank))
     check_shape("q", q, (tokens, "num_qo_heads", cache.head_dim))
+    check_one_width(cache, "cp_prefill")
     for name, new in (("k_new", k_new), ("v_new", v_new)):
         check_dtype(name, new, q.dtype)
         check_shape(name, new, (tokens, cache.num_kv_heads, cache.head_dim))

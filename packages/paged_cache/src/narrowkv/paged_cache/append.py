@@ -90,17 +90,17 @@ def check_new_tokens(
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     store_of(cache)
-    for name, new in (("k_new", k_new), ("v_new", v_new)):
+    for name, new, head_dim in (("k_new", k_new, cache.head_dim), ("v_new", v_new, cache.v_head_dim)):
         check_dtype(name, new, FLOATS)
-        if new.dim() != 3 or new.shape[1:] != (cache.num_kv_heads, cache.head_dim):
+        if new.dim() != 3 or new.shape[1:] != (cache.num_kv_heads, head_dim):
             hint = layout_hint(cache, num_kv_heads=new.shape[1]) if new.dim() == 3 else ""
             raise ValueError(
-                f"{name} must have shape [tokens, {cache.num_kv_heads}, {cache.head_dim}] for this cache, "
+                f"{name} must have shape [tokens, {cache.num_kv_heads}, {head_dim}] for this cache, "
                 f"got {list(new.shape)}{hint}"
             )
         check_last_dim_contiguous(name, new)
     check_exponent(exponent, cache.k_descale, cache.v_descale)
-    check_shape("v_new", v_new, tuple(k_new.shape))
+    check_shape("v_new", v_new, (k_new.shape[0], cache.num_kv_heads, cache.v_head_dim))
     check_same_device(k=cache.k, k_new=k_new, v_new=v_new)
     check_no_grad(k_new=k_new, v_new=v_new)
     inputs: dict[str, object] = {"k_new": k_new, "v_new": v_new}
@@ -221,7 +221,9 @@ def _key(
     that tokens share with the cache.
     """
     shape = k_new.shape
-    if shape[1:] != store.row or v_new.shape != shape or slot_mapping.shape != shape[:1]:
+    if shape[1:] != store.row or slot_mapping.shape != shape[:1]:
+        return None
+    if v_new.shape[0] != shape[0] or v_new.shape[1:] != store.v_row:
         return None
     if rope is not None and rope.tokens != shape[0]:
         return None
@@ -260,8 +262,8 @@ def append(
         cache: written in place; bytes of other slots do not change. Static descales (float, `[1]`,
             `[num_kv_heads]`) are applied as they are (stored = saturate(x / descale)); a per token-head
             descale tensor gets the new tokens' own, and so do the E8M0 or E4M3 scales of FP4.
-        k_new, v_new: `[tokens, num_kv_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous, not
-            within the cache's own memory.
+        k_new: `[tokens, num_kv_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous, not within
+            the cache's own memory. v_new: the same with `v_head_dim` channels.
         slot_mapping: `[tokens]` int32 or int64, any stride, `page * page_size + position in the page`; -1
             skips a token. Slots outside the cache are never written. Of two tokens with one slot either may
             be stored, and K may be of one and V of the other.
@@ -353,7 +355,6 @@ def _prepare(
         **dict(store.constants),
         **rope_constants(rope),
         "RULE": exponent,
-        "BLOCK_D": 1 << (store.row[1] - 1).bit_length(),
     }
     structs = {
         "k_new": new_tokens(k_new),

@@ -26,7 +26,7 @@ from narrowkv.paged_cache.layouts import (
     LAYOUTS,
     KVStrides,
     allocate,
-    check_head_dim,
+    check_head_dims,
     logical_sizes,
     logical_view,
     strides_of,
@@ -61,6 +61,8 @@ class PagedKVCache:
             `[num_pages, H, D/x, page_size, x]` and V `[num_pages, H, page_size/x, D, x]`, x = 16 / itemsize.
             FP4 and INT4 halve the last axis: uint8, element 2i in the low nibble.
         num_pages, page_size, num_kv_heads, head_dim: sizes of the logical cache.
+        v_head_dim: channels of V, where they are fewer than the `head_dim` of K: of latent attention that is
+            not absorbed 128 beside 192. 0 takes `head_dim`. 16-bit and FP8 caches alone have two widths.
         k_descale, v_descale: what stored numbers are multiplied by: a float, or an fp32 tensor; for FP4 a
             tensor of E8M0 scales (uint8) or E4M3 scales (float8_e4m3fn); for INT4 an fp32 tensor "token_head"
             with a zero point in the four lowest bits of each scale, see `narrowkv.quant.int_tokens`.
@@ -91,12 +93,15 @@ class PagedKVCache:
     k_tensor_scale: float = 1.0
     v_tensor_scale: float = 1.0
     key_transform: KeyTransform | None = None
+    v_head_dim: int = 0
 
     def __post_init__(self) -> None:
         """Checks the descales, which `dataclasses.replace` may have changed."""
+        object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
         sizes = self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
         for side in self.sides():
             name = f"{side.name}_descale"
+            sizes = (*sizes[:3], side.head_dim)
             check_descale(name, side.descale, side.granularity, side.format, sizes, self.k.device, False)
             check_tensor_scale(side)
         check_key_transform(self.key_transform, self.num_kv_heads, self.head_dim, self.k)
@@ -114,6 +119,7 @@ class PagedKVCache:
         head_dim: int,
         *,
         format: str | CacheFormat,
+        v_head_dim: int | None = None,
         layout: str = "NHD",
         k_descale: float | torch.Tensor | None = None,
         v_descale: float | torch.Tensor | None = None,
@@ -127,6 +133,7 @@ class PagedKVCache:
         Args:
             num_pages, page_size, num_kv_heads, head_dim: sizes; any page size >= 1.
             format: a format name or a `CacheFormat` pair.
+            v_head_dim: channels of V; default those of K.
             layout: one of the layouts above; "concat" allocates one tensor with K|V on the last axis.
             k_descale, v_descale: static descales for `append`, 1.0 by default. By default INT8 and INT4 have
                 a scale per token and head instead, which INT4 always has. FP4 sides have scales of their own,
@@ -148,6 +155,8 @@ class PagedKVCache:
             260.0
             >>> PagedKVCache.empty(4, 16, 2, 128, format="int4").bytes_per_token()
             272.0
+            >>> PagedKVCache.empty(4, 16, 2, 192, v_head_dim=128, format="bf16").bytes_per_token()
+            1280.0
         """
         parsed = CacheFormat.parse(format)
         check_choice("layout", layout, LAYOUTS)
@@ -157,7 +166,9 @@ class PagedKVCache:
             ("num_kv_heads", num_kv_heads),
         ]:
             check_positive_int(name, value)
-        check_head_dim(check_positive_int("head_dim", head_dim))
+        check_positive_int("head_dim", head_dim)
+        v_head_dim = check_positive_int("v_head_dim", head_dim if v_head_dim is None else v_head_dim)
+        check_head_dims(head_dim, v_head_dim, parsed)
         if layout == "tokens" and page_size != 1:
             raise ValueError(f"page_size must be 1 for layout 'tokens', got {page_size}")
         formats = get_format(parsed.k), get_format(parsed.v)
@@ -167,7 +178,7 @@ class PagedKVCache:
             new_descale(fmt, given, sizes, scale_group, scale_format, device)
             for fmt, given in zip(formats, (k_descale, v_descale), strict=True)
         )
-        k, v = allocate(layout, sizes, formats, device)
+        k, v = allocate(layout, sizes, v_head_dim, formats, device)
         made = cls.from_tensors(
             k, v, format=parsed, layout=layout, k_descale=k_scales, v_descale=v_scales,
             k_tensor_scale=k_number, v_tensor_scale=v_number, validate=validate,
@@ -228,24 +239,25 @@ class PagedKVCache:
         v = check_storage("v", v, parsed.v)
         check_same_device(k=k, v=v)
         sizes = logical_sizes("k", k, layout, parsed.k, is_key=True)
-        if sizes != (other := logical_sizes("v", v, layout, parsed.v, is_key=False)):
+        v_sizes = logical_sizes("v", v, layout, parsed.v, is_key=False)
+        if sizes[:3] != v_sizes[:3]:
             raise ValueError(
                 f"v must hold the same [num_pages, page_size, num_kv_heads, head_dim] as k {sizes}, "
-                f"got {other}"
+                f"but for head_dim, got {v_sizes}"
             )
         num_pages, page_size, heads, head_dim = sizes
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         if heads < 1:
             raise ValueError(f"num_kv_heads must be at least 1, got {heads}")
-        check_head_dim(head_dim)
+        check_head_dims(head_dim, v_sizes[3], parsed)
         k_descale = descale_or_one("k_descale", k_descale, parsed.k)
         v_descale = descale_or_one("v_descale", v_descale, parsed.v)
         k_kind = check_descale("k_descale", k_descale, k_granularity, parsed.k, sizes, k.device, validate)
-        v_kind = check_descale("v_descale", v_descale, v_granularity, parsed.v, sizes, v.device, validate)
+        v_kind = check_descale("v_descale", v_descale, v_granularity, parsed.v, v_sizes, v.device, validate)
         return cls(
             k, v, parsed, layout, num_pages, page_size, heads, head_dim, k_descale, v_descale, k_kind, v_kind,
-            negative_zero_free, k_tensor_scale, v_tensor_scale,
+            negative_zero_free, k_tensor_scale, v_tensor_scale, v_head_dim=v_sizes[3],
         )  # fmt: skip
 
     @property
@@ -265,6 +277,8 @@ class PagedKVCache:
 
     def logical(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V stored, as `[num_pages, page_size, num_kv_heads, head_dim]` (views unless vectorised).
+
+        V has `v_head_dim` channels, here and in what other methods return.
 
         FP4 and INT4 stay packed: uint8 `[num_pages, page_size, num_kv_heads, head_dim / 2]`.
         """
@@ -343,6 +357,7 @@ class PagedKVCache:
             self.num_kv_heads,
             self.head_dim,
             format=parsed,
+            v_head_dim=self.v_head_dim,
             layout=self.layout if layout is None else layout,
             k_descale=k_descale,
             v_descale=v_descale,
@@ -359,6 +374,8 @@ class PagedKVCache:
     def gather(self, page_table: PageTable, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One sequence's dequantised K and V, `[seq_len, num_kv_heads, head_dim]` fp32; waits for the device.
 
+        V has `v_head_dim` channels.
+
         Raises:
             ValueError: a page id outside the cache.
         """
@@ -374,13 +391,13 @@ class PagedKVCache:
                 rows = decode(stored[pages], side.format) * side.descale[seq][:, None]
             else:
                 rows = side.numbers_of(stored[pages], pages)
-            out.append(rows.reshape(-1, self.num_kv_heads, self.head_dim)[:seq_len])
+            out.append(rows.reshape(-1, self.num_kv_heads, side.head_dim)[:seq_len])
         return out[0], out[1]
 
     def bytes_per_token(self) -> float:
         """Bytes of K, V and per-token descales for one token over all heads."""
-        bits = get_format(self.format.k).bits + get_format(self.format.v).bits
-        total = self.num_kv_heads * self.head_dim * bits / 8
+        bits = sum(side.head_dim * get_format(side.format).bits for side in self.sides())
+        total = self.num_kv_heads * bits / 8
         for side in self.sides():
             if isinstance(side.descale, torch.Tensor) and side.granularity in PER_PAGE_GRANULARITIES:
                 per_page = math.prod(side.descale.shape[1:]) * side.descale.element_size()

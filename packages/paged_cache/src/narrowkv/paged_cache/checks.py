@@ -9,7 +9,20 @@ import torch
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.page_table import PageTable
-from narrowkv.runtime.errors import check_instance, check_same_device, check_shape
+from narrowkv.runtime.errors import UnsupportedError, check_instance, check_same_device, check_shape
+
+
+def check_one_width(cache: PagedKVCache, operation: str) -> None:
+    """Refuses a cache whose V is narrower than K, for an operation that takes one width.
+
+    Raises:
+        UnsupportedError: naming the operation and both widths.
+    """
+    if cache.v_head_dim != cache.head_dim:
+        raise UnsupportedError(
+            f"{operation} needs K and V of one width, got head_dim {cache.head_dim} and v_head_dim "
+            f"{cache.v_head_dim}"
+        )
 
 
 def check_table(

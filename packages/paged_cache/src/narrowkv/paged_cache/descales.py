@@ -103,7 +103,8 @@ def side_of(cache: Any, name: str) -> CacheSide:
     stored, descale, kind, number = (
         getattr(cache, name + rest) for rest in ("", "_descale", "_granularity", "_tensor_scale")
     )
-    return CacheSide(name, stored, getattr(cache.format, name), descale, kind, cache.head_dim, number)
+    head_dim = cache.head_dim if name == "k" else cache.v_head_dim
+    return CacheSide(name, stored, getattr(cache.format, name), descale, kind, head_dim, number)
 
 
 def check_fp4_scales(scale_group: int | None, scale_format: str, format: CacheFormat, head_dim: int) -> None:

@@ -19,8 +19,8 @@ def kind_of_cache(cache: PagedKVCache) -> int:
     `CACHE_KINDS` has it from then on.
     """
     kind = (
-        cache.format, cache.head_dim, cache.num_kv_heads, cache.page_size, cache.k_granularity,
-        cache.v_granularity, *(side.group for side in cache.sides()), cache.k.device,
+        cache.format, cache.head_dim, cache.v_head_dim, cache.num_kv_heads, cache.page_size,
+        cache.k_granularity, cache.v_granularity, *(side.group for side in cache.sides()), cache.k.device,
     )  # fmt: skip
     return CACHE_KINDS.keep(cache, _numbers.setdefault(kind, len(_numbers)))
 

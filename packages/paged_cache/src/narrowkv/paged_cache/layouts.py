@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.quant.formats import Format, get_format
 from narrowkv.runtime.errors import UnsupportedError
 
@@ -24,6 +25,27 @@ def check_head_dim(head_dim: int) -> None:
         raise UnsupportedError(
             f"head_dim must be one of {', '.join(map(str, HEAD_DIMS))}, which attention kernels serve, "
             f"got {head_dim}"
+        )
+
+
+def check_head_dims(head_dim: int, v_head_dim: int, format: CacheFormat) -> None:
+    """Refuses widths of K and V that no attention kernel supports.
+
+    Raises:
+        UnsupportedError: what is supported.
+    """
+    check_head_dim(head_dim)
+    if v_head_dim == head_dim:
+        return
+    if v_head_dim not in HEAD_DIMS or v_head_dim > head_dim:
+        raise UnsupportedError(
+            f"v_head_dim must be head_dim, or less and one of {', '.join(map(str, HEAD_DIMS))}, got "
+            f"v_head_dim {v_head_dim} with head_dim {head_dim}"
+        )
+    if any(get_format(name).kind not in ("float", "fp8") for name in (format.k, format.v)):
+        raise UnsupportedError(
+            "v_head_dim must be head_dim unless K and V are both in 16 bits or FP8, got "
+            f"v_head_dim {v_head_dim} with head_dim {head_dim} for {format}"
         )
 
 
@@ -56,6 +78,7 @@ def zeros(shape: tuple[int, ...], fmt: Format, device: torch.device | str) -> to
 def allocate(
     layout: str,
     sizes: tuple[int, int, int, int],
+    v_head_dim: int,
     formats: tuple[Format, Format],
     device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,19 +93,23 @@ def allocate(
             raise ValueError(
                 f"layout 'concat' needs one format for K and V, got k={fmt.name},v={formats[1].name}"
             )
-        width = sizes[3] * fmt.bits // (8 * fmt.storage_dtype.itemsize)
-        both = zeros((*sizes[:3], 2 * width), fmt, device)
+        size = 8 * fmt.storage_dtype.itemsize
+        width, v_width = sizes[3] * fmt.bits // size, v_head_dim * fmt.bits // size
+        both = zeros((*sizes[:3], width + v_width), fmt, device)
         return both[..., :width], both[..., width:]
-    shapes = storage_shapes(layout, *sizes, formats)
+    shapes = storage_shapes(layout, *sizes, v_head_dim, formats)
     k, v = (zeros(shape, fmt, device) for shape, fmt in zip(shapes, formats, strict=True))
     return k, v
 
 
 def storage_shapes(
-    layout: str, pages: int, page_size: int, heads: int, dim: int, formats: tuple[Format, Format]
+    layout: str, pages: int, page_size: int, heads: int, dim: int, v_dim: int, formats: tuple[Format, Format]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Storage shapes of K and V in a layout."""
-    widths = [dim * fmt.bits // (8 * fmt.storage_dtype.itemsize) for fmt in formats]
+    widths = [
+        width * fmt.bits // (8 * fmt.storage_dtype.itemsize)
+        for width, fmt in zip((dim, v_dim), formats, strict=True)
+    ]
     if layout == "NHD":
         return (pages, page_size, heads, widths[0]), (pages, page_size, heads, widths[1])
     if layout == "HND":
@@ -96,7 +123,7 @@ def storage_shapes(
             f"layout 'vectorised' needs head_dim % {x} == 0 and page_size % {y} == 0, "
             f"got {dim} and {page_size}"
         )
-    return (pages, heads, dim // x, page_size, x), (pages, heads, page_size // y, dim, y)
+    return (pages, heads, dim // x, page_size, x), (pages, heads, page_size // y, v_dim, y)
 
 
 def _refuse_packed_vectorised(*formats: Format) -> None:

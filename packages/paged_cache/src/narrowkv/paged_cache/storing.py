@@ -27,7 +27,7 @@ class Store(NamedTuple):
 
     Attributes:
         k, v, k_descale, v_descale: kernel arguments.
-        row: shape of a token.
+        row, v_row: shape of a token of K and of V.
         device: where the cache is.
         num_slots: tokens that the cache holds.
         constants: names and values of `tl.constexpr` arguments.
@@ -44,6 +44,7 @@ class Store(NamedTuple):
     k_descale: DescalePointers
     v_descale: DescalePointers
     row: tuple[int, int]
+    v_row: tuple[int, int]
     device: torch.device
     num_slots: int
     constants: tuple[tuple[str, Any], ...]
@@ -92,7 +93,7 @@ def _make_store(cache: PagedKVCache) -> Store:
     constants = tuple(_side_constants(cache).items())
     transform = cache.key_transform or KeyTransform(rotated=False)
     constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
-    constants += (("BUTTERFLIES", transform.butterflies(cache.head_dim)),)
+    constants += (("V_HEAD_DIM", cache.v_head_dim), ("BUTTERFLIES", transform.butterflies(cache.head_dim)))
     pointers += map(_descale_pointers, cache.sides())
     # Strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
     metadata = tuple(
@@ -115,6 +116,7 @@ def _make_store(cache: PagedKVCache) -> Store:
         k_descale,
         v_descale,
         (cache.num_kv_heads, cache.head_dim),
+        (cache.num_kv_heads, cache.v_head_dim),
         cache.k.device,
         cache.num_pages * cache.page_size,
         constants,

@@ -44,6 +44,7 @@ def cache_options(cache: PagedKVCache) -> dict[str, object]:
         "k_format": cache.format.k,
         "v_format": cache.format.v,
         "layout": cache.layout,
+        "v_head_dim": cache.v_head_dim,
         "k_descale": None if isinstance(cache.k_descale, torch.Tensor) else cache.k_descale,
         "v_descale": None if isinstance(cache.v_descale, torch.Tensor) else cache.v_descale,
         "k_granularity": cache.k_granularity,
@@ -56,8 +57,8 @@ def cache_options(cache: PagedKVCache) -> dict[str, object]:
 
 
 _CACHE_OPTIONS = (
-    "k_dtype", "v_dtype", "k_format", "v_format", "layout", "k_descale", "v_descale", "k_granularity",
-    "v_granularity", "k_tensor_scale", "v_tensor_scale", "negative_zero_free",
+    "k_dtype", "v_dtype", "k_format", "v_format", "layout", "v_head_dim", "k_descale", "v_descale",
+    "k_granularity", "v_granularity", "k_tensor_scale", "v_tensor_scale", "negative_zero_free",
     "rotated",
 )  # fmt: skip
 # Results of checking a cache, by everything that the checks look at: metadata of tensors, and options.
@@ -71,7 +72,7 @@ def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
     Tensors and options like those of an earlier call are not checked again.
     """
     own = tuple(options.pop(name) for name in _CACHE_OPTIONS)
-    k_dtype, v_dtype, k_format, v_format, layout, k_static, v_static, k_kind, v_kind, *numbers = own
+    k_dtype, v_dtype, k_format, v_format, layout, _, k_static, v_static, k_kind, v_kind, *numbers = own
     k_number, v_number, clean, rotated = numbers
     k, v, k_descale, v_descale, offset, balance = tensors
     parts: dict[str, Any] = {

@@ -148,7 +148,7 @@ def refuse_overlap(
 
 def check_results(
     q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, sinks: torch.Tensor | None,
-    out_dtype: torch.dtype | None, inputs: Mapping[str, Any],
+    out_dtype: torch.dtype | None, inputs: Mapping[str, Any], *, head_dim: int,
 ) -> torch.dtype:  # fmt: skip
     """Checks the results that a caller gave, and sinks, of an operation whose output is like q.
 
@@ -156,6 +156,7 @@ def check_results(
         q: `[tokens, num_qo_heads, head_dim]`.
         out, lse, sinks, out_dtype: as the caller gave them.
         inputs: what the call reads, by the names of messages.
+        head_dim: channels of the output, which are V's.
 
     Returns:
         The dtype of the output.
@@ -166,7 +167,7 @@ def check_results(
     check_sinks(sinks, q.shape[1], q.device)
     check_out_dtype(out_dtype)
     if out is not None:
-        check_out(out, tuple(q.shape), OUT_DTYPES if out_dtype is None else (out_dtype,), q.device)
+        check_out(out, (*q.shape[:2], head_dim), OUT_DTYPES if out_dtype is None else (out_dtype,), q.device)
     if lse is not None:
         check_lse(lse, tuple(q.shape[:2]), q.device)
     refuse_overlap(out, lse, inputs)

@@ -176,7 +176,7 @@ def _paged_decode_kernel(
     if SHIFT_FIRST:
         shift = io.offset_scale * offset_products(
             io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, SIZES.head_dim,
-            BLOCKS.d,
+            BLOCKS.dk,
         )  # fmt: skip
     soft_cap = SoftCap(soft_cap, shift)
     state = State(
@@ -226,7 +226,7 @@ def _paged_decode_kernel(
         # Every split shifts alike, so that they merge as ever.
         m += io.offset_scale * offset_products(
             io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, SIZES.head_dim,
-            BLOCKS.d,
+            BLOCKS.dk,
         )  # fmt: skip
     acc = join_parts(acc, RULES.acc_parts, V.route == "cdna4")
     d = tl.arange(0, BLOCKS.d)
@@ -251,5 +251,5 @@ def _paged_decode_kernel(
                 )  # fmt: skip
     write_rows(
         io.o, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
-        io.o_token, io.o_head, io.lse_token, SIZES.head_dim, RULES.sinks, RULES.lse,
+        io.o_token, io.o_head, io.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip

@@ -76,14 +76,14 @@ def load_scales(
 @triton.jit
 def load_tiles(
     page, slot, k, v, kv_head, dk, dv, K: tl.constexpr, V: tl.constexpr, BLOCKS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, K_WORD: tl.constexpr,
+    SIZES: tl.constexpr, K_WORD: tl.constexpr,
 ):  # fmt: skip
     """Words dk of a tile of K, [BLOCK_N, BLOCK_DK / K_WORD], and dv of V, [BLOCK_N, BLOCK_D / V's parts]."""
     # Both offsets before both loads: the compiler spilled scalars on gfx942 otherwise (Triton 3.6).
     k_off = kv_offsets(page, slot, k, kv_head, dk, K.vec, False)
     v_off = kv_offsets(page, slot, v, kv_head, dv, V.vec, True)
-    k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCKS.dk)
-    return k_words, load_words(v, v_off, V.parts, HEAD_DIM, BLOCKS.d)
+    k_words = load_words(k, k_off, K_WORD, SIZES.head_dim, BLOCKS.dk)
+    return k_words, load_words(v, v_off, V.parts, SIZES.v_head_dim, BLOCKS.d)
 
 
 @triton.jit
@@ -113,9 +113,7 @@ def load_first_tiles(
         k_descale, v_descale, page, slot, keys, K, V, BLOCKS, SIZES.head_dim, RULES.native, True
     )
     dk, dv = tl.arange(0, BLOCKS.dk // K_WORD), tl.arange(0, BLOCKS.d // V.parts)
-    k_words, v_words = load_tiles(
-        page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES.head_dim, K_WORD
-    )
+    k_words, v_words = load_tiles(page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES, K_WORD)
     page_ids = load_page_ids(
         table, keys.row_base, n + BLOCKS.n, keys.first_key, keys.last_key, SIZES.page_size
     )
@@ -197,18 +195,14 @@ def attend_to_tiles(
             page_ids = load_page_ids(
                 table, keys.row_base, later, keys.first_key, keys.last_key, SIZES.page_size
             )
-            k_ahead, v_ahead = load_tiles(
-                page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES.head_dim, K_WORD
-            )
+            k_ahead, v_ahead = load_tiles(page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES, K_WORD)
         else:
             if not AHEAD:
                 page, slot = locate_keys(
                     table, keys.row_base, n, keys.first_key, keys.last_key, SIZES.page_size,
                     RULES.int64_offsets,
                 )  # fmt: skip
-            k_words, v_words = load_tiles(
-                page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES.head_dim, K_WORD
-            )
+            k_words, v_words = load_tiles(page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES, K_WORD)
             if K_PER_KEY or V_PER_KEY or AHEAD:
                 following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
                 page, slot = locate_keys(

@@ -82,7 +82,7 @@ def _merge_splits_kernel(
     scale = times_head_descale(scale, v_descale, seq, kv_head, V.descale)
     write_rows(
         io.o, io.lse, io.sinks, acc, m, l, scale, heads, tokens, one == 0, d,
-        io.o_token, io.o_head, io.lse_token, SIZES.head_dim, RULES.sinks, RULES.lse,
+        io.o_token, io.o_head, io.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip
 
 

@@ -9,8 +9,9 @@ from narrowkv.paged_cache.kernels.pages import sequence_length
 
 
 class Rows(NamedTuple):
-    """Queries and results: `q` and `o` `[tokens, heads, head_dim]`, `lse` `[tokens, heads]` or None.
+    """Queries and results.
 
+    `q` is `[tokens, heads, head_dim]`, `o` `[tokens, heads, v_head_dim]`, `lse` `[tokens, heads]` or None.
     `sinks` is a logit per query head, or None. `ranges` `[batch, q_len, 2]`: the keys [begin, end) that each
     query token attends to, or None where the sequence's length and the window say it. `tree`
     `[batch, q_len]`: bits that say which of the last q_len keys a query token attends to, or None. The last
@@ -55,6 +56,7 @@ class Sizes(NamedTuple):
     Attributes:
         num_kv_heads, gqa_ratio, q_len, head_dim, page_size: sizes; `gqa_ratio` query heads share a KV head.
         ragged: whether the table is ragged.
+        v_head_dim: channels of V and of the output; `head_dim` is Q's and K's.
     """
 
     num_kv_heads: int
@@ -63,6 +65,7 @@ class Sizes(NamedTuple):
     head_dim: int
     page_size: int
     ragged: bool
+    v_head_dim: int
 
 
 class Rules(NamedTuple):
@@ -118,7 +121,7 @@ class Rules(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Constants: rows and keys of a tile, `head_dim` rounded up for V, and for Q and K."""
+    """Constants: rows and keys of a tile, `v_head_dim` rounded up, and `head_dim` rounded up for Q and K."""
 
     m: int
     n: int

@@ -53,7 +53,7 @@ def attend_to_chunk(
     SIZES: tl.constexpr, STORING: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Attends to key tiles [begin, end) of the chunk itself, unquantised."""
-    d = tl.arange(0, BLOCKS.d)
+    d, dk = tl.arange(0, BLOCKS.d), tl.arange(0, BLOCKS.dk)
     KIND: tl.constexpr = chunk.k.dtype.element_ty
     # That of the old keys, whose sums these are added to, where it is larger.
     HEADROOM: tl.constexpr = headroom(RULES.compute if RULES.compute.is_bf16() else KIND)
@@ -63,12 +63,12 @@ def attend_to_chunk(
         tokens = (q_start + n).to(tl.int64)
         at = tokens * chunk.k_token + kv_head * chunk.k_head
         k = load_rotated(
-            chunk.k, at, rope, tokens, inside, d, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
+            chunk.k, at, rope, tokens, inside, dk, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
         ).to(KIND)
         at = tokens * chunk.v_token + kv_head * chunk.v_head
         v = tl.load(
             chunk.v + at[:, None] + d[None, :],
-            mask=inside[:, None] & (d < SIZES.head_dim)[None, :],
+            mask=inside[:, None] & (d < SIZES.v_head_dim)[None, :],
             other=0.0,
         )
         s = tl.dot(q, tl.trans(k)) * scale
@@ -130,7 +130,7 @@ def _prefill_append_kernel(
             return
         store_new(
             chunk, rope, store, table, seq, block * BLOCKS.s, kv_head, q_start, q_len, SIZES, K, V, STORING,
-            BLOCKS.s, BLOCKS.d,
+            BLOCKS, BLOCKS.s,
         )  # fmt: skip
         return
 
@@ -155,7 +155,7 @@ def _prefill_append_kernel(
     old_len = sequence_length(table, seq, seq >= 0, SIZES.page_size, False)
     first_row = tile * BLOCKS.m // SIZES.gqa_ratio
     last_row = tl.minimum(((tile + 1) * BLOCKS.m - 1) // SIZES.gqa_ratio, q_len - 1)
-    d = tl.arange(0, BLOCKS.d)
+    d, dk = tl.arange(0, BLOCKS.d), tl.arange(0, BLOCKS.dk)
     # Of a cache with a `key_transform`, `q.ptr` are the queries for stored keys.
     TRANSFORMED: tl.constexpr = chunk.q is not None
     if TRANSFORMED:
@@ -165,7 +165,7 @@ def _prefill_append_kernel(
         own = q.ptr
         at = tokens * q.token + heads * q.head
     own_q = load_rotated(
-        own, at, rope, tokens, row_mask, d, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
+        own, at, rope, tokens, row_mask, dk, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
     ).to(KIND)
     o_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * scales.v
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V.descale)
@@ -187,7 +187,9 @@ def _prefill_append_kernel(
     old_scale = scales.logit * scales.k
     old_scale = times_head_descale(old_scale, k_descale, seq, kv_head, K.descale)
     if TRANSFORMED:
-        parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.d, K.parts)
+        parts = load_query(
+            q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.dk, K.parts
+        )
     if RULES.fp8 is not None:
         high, low, row_scale = split_rows_fp8(parts[0] if TRANSFORMED else own_q, RULES.fp8, RULES.p_scale)
         old_scale *= row_scale
@@ -196,7 +198,7 @@ def _prefill_append_kernel(
         if not TRANSFORMED:
             parts = ()
             for i in tl.static_range(K.parts):
-                c = tl.arange(0, BLOCKS.d // K.parts) * K.parts + i
+                c = tl.arange(0, BLOCKS.dk // K.parts) * K.parts + i
                 part = load_rotated(
                     q.ptr, at, rope, tokens, row_mask, c, SIZES.head_dim, STORING.rotary_dim,
                     STORING.interleaved,
@@ -242,5 +244,5 @@ def _prefill_append_kernel(
     if write:
         write_rows(
             out.ptr, out.lse, out.sinks, acc, m, l, tl.full([BLOCKS.m], 1.0, tl.float32), heads, tokens,
-            row_mask, d, out.token, out.head, out.lse_token, SIZES.head_dim, RULES.sinks, RULES.lse,
+            row_mask, d, out.token, out.head, out.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
         )  # fmt: skip

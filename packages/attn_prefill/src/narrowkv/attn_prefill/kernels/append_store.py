@@ -38,10 +38,10 @@ from narrowkv.runtime.attention.handover import begin_next_launch
 def store_new(
     chunk, rope, store, table, seq, first, kv_head, q_start, q_len,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Quantises BLOCK_T new tokens of a sequence and head, from number `first` on, into the cache."""
-    x, y, i, inside = load_new(chunk, rope, first, kv_head, q_start, q_len, SIZES, STORING, BLOCK_T, BLOCK_D)
+    x, y, i, inside = load_new(chunk, rope, first, kv_head, q_start, q_len, SIZES, STORING, BLOCKS, BLOCK_T)
     position = sequence_length(table, seq, seq >= 0, SIZES.page_size, False) + i
     number = position // SIZES.page_size
     # Beyond the table, or in a page beyond the cache, nothing is written.
@@ -52,32 +52,32 @@ def store_new(
     slot = (position % SIZES.page_size).to(tl.int64)
     quantise_rows(
         x, store.k, store.k_descale, page, slot, kv_head, fits, K.format, STORING.k_scaling, SIZES.head_dim,
-        STORING.k_max, STORING.k_group, STORING.rule, K.vec, False, BLOCK_T, BLOCK_D,
+        STORING.k_max, STORING.k_group, STORING.rule, K.vec, False, BLOCK_T, BLOCKS.dk,
     )  # fmt: skip
     quantise_rows(
         y.to(tl.float32), store.v, store.v_descale, page, slot, kv_head, fits, V.format, STORING.v_scaling,
-        SIZES.head_dim, STORING.v_max, STORING.v_group, STORING.rule, V.vec, True, BLOCK_T, BLOCK_D,
+        SIZES.v_head_dim, STORING.v_max, STORING.v_group, STORING.rule, V.vec, True, BLOCK_T, BLOCKS.d,
     )  # fmt: skip
 
 
 @triton.jit
 def load_new(
     chunk, rope, first, kv_head, q_start, q_len,
-    SIZES: tl.constexpr, STORING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    SIZES: tl.constexpr, STORING: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """New tokens of a sequence from number `first` on: K in fp32 as the cache stores it, V, numbers, mask."""
-    d = tl.arange(0, BLOCK_D)
+    d, dk = tl.arange(0, BLOCKS.d), tl.arange(0, BLOCKS.dk)
     i = first + tl.arange(0, BLOCK_T)
     inside = i < q_len
     tokens = (q_start + i).to(tl.int64)
     at = tokens * chunk.k_token + kv_head * chunk.k_head
     x = load_rotated(
-        chunk.k, at, rope, tokens, inside, d, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
+        chunk.k, at, rope, tokens, inside, dk, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
     )
     x = transform_keys(x, chunk.k_offset, chunk.k_balance, kv_head, SIZES.head_dim, STORING.butterflies)
     at = tokens * chunk.v_token + kv_head * chunk.v_head
     y = tl.load(
-        chunk.v + at[:, None] + d[None, :], mask=inside[:, None] & (d < SIZES.head_dim)[None, :], other=0.0
+        chunk.v + at[:, None] + d[None, :], mask=inside[:, None] & (d < SIZES.v_head_dim)[None, :], other=0.0
     )
     return x, y, i, inside
 
@@ -86,14 +86,14 @@ def load_new(
 def keep_new_block(
     chunk, rope, v_scale, scratch, first, block, kv_head, q_start, q_len,
     SIZES: tl.constexpr, STORING: tl.constexpr, K_HAS_FACTOR: tl.constexpr, V_PER_KEY: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Leaves a block of new tokens in the scratch, unquantised; V divided by `v_scale`, as old values are.
 
     Values beyond 2**151 times `v_scale` saturate there.
     """
     KIND: tl.constexpr = chunk.k.dtype.element_ty
-    x, y, _i, inside = load_new(chunk, rope, first, kv_head, q_start, q_len, SIZES, STORING, BLOCK_S, BLOCK_D)
+    x, y, _i, inside = load_new(chunk, rope, first, kv_head, q_start, q_len, SIZES, STORING, BLOCKS, BLOCK_S)
     blocks = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
     # V first: K stays in 16 bits meanwhile.
@@ -102,11 +102,11 @@ def keep_new_block(
     inverse = 1.0 / tl.maximum(v_scale, 1.2e-38) * (2.0**-24)
     y = tl.minimum(tl.maximum(y.to(tl.float32) * inverse, -3.4e38), 3.4e38)
     y, power = to_fp16_with_exponent(y, tl.minimum(top * inverse, 3.4e38), 24)
-    store_block(scratch.v, y, kv_head, block, scratch.rows, finite, 0.0, SIZES.head_dim, BLOCK_D, BLOCK_S)
+    store_block(scratch.v, y, kv_head, block, scratch.rows, finite, 0.0, SIZES.v_head_dim, BLOCKS.d, BLOCK_S)
     # Keys that were rotated or transformed are rounded to their own type, as queries are.
     store_block(
         scratch.k, x.to(KIND), kv_head, block, scratch.rows, finite, keys_without_value(inside, KIND),
-        SIZES.head_dim, BLOCK_D, BLOCK_S,
+        SIZES.head_dim, BLOCKS.dk, BLOCK_S,
     )  # fmt: skip
     tl.store(scratch.k_block_factor + blocks, 1.0)
     if K_HAS_FACTOR:
@@ -124,9 +124,10 @@ def fill_block(
     q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit, kv_head,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr,
     K_IN_PAGES: tl.constexpr, INT64_OFFSETS: tl.constexpr, NVIDIA: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Leaves block `block` of all sequences' keys, old or new, of one head in the scratch."""
+    BLOCK_S: tl.constexpr = BLOCKS.s
     K_TYPE: tl.constexpr = None if K_IN_PAGES else chunk.k.dtype.element_ty
     V_PER_KEY: tl.constexpr = V.descale != "scalar" and V.descale != "head"
     K_HAS_FACTOR: tl.constexpr = (K.descale != "scalar" and K.descale != "head") or K_IN_PAGES
@@ -139,7 +140,7 @@ def fill_block(
     if in_seq >= old_blocks:
         keep_new_block(
             chunk, rope, v_scale, scratch, (in_seq - old_blocks) * BLOCK_S, block, kv_head, q_start, q_len,
-            SIZES, STORING, K_HAS_FACTOR, V_PER_KEY, BLOCK_S, BLOCK_D,
+            SIZES, STORING, K_HAS_FACTOR, V_PER_KEY, BLOCKS, BLOCK_S,
         )  # fmt: skip
     else:
         # Old keys end where a block ends, so that new ones begin with one; or begin where one begins, as
@@ -149,7 +150,7 @@ def fill_block(
             first = (in_seq - old_blocks) * BLOCK_S + held
         widen_block(
             k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, held, k_scale,
-            SIZES, K, V, K_TYPE, True, INT64_OFFSETS, BLOCK_D, BLOCK_S,
+            SIZES, K, V, K_TYPE, True, INT64_OFFSETS, BLOCKS,
         )  # fmt: skip
 
 
@@ -203,7 +204,7 @@ def _produce_kernel(
             return
         store_new(
             chunk, rope, store, table, seq, in_seq * BLOCKS.t, kv_head, q_start, q_len, SIZES, K, V, STORING,
-            BLOCKS.t, BLOCKS.d,
+            BLOCKS, BLOCKS.t,
         )  # fmt: skip
         return
     if pid >= first_order:
@@ -219,11 +220,10 @@ def _produce_kernel(
         for block in range(first, total, num_blocks):
             fill_block(
                 q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit,
-                kv_head, SIZES, K, V, STORING, K_IN_PAGES, FILLING.int64_offsets, FILLING.nvidia, BLOCKS.d,
-                BLOCKS.s,
+                kv_head, SIZES, K, V, STORING, K_IN_PAGES, FILLING.int64_offsets, FILLING.nvidia, BLOCKS,
             )  # fmt: skip
     elif first < total:
         fill_block(
             q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, first, limit, kv_head,
-            SIZES, K, V, STORING, K_IN_PAGES, FILLING.int64_offsets, FILLING.nvidia, BLOCKS.d, BLOCKS.s,
+            SIZES, K, V, STORING, K_IN_PAGES, FILLING.int64_offsets, FILLING.nvidia, BLOCKS,
         )  # fmt: skip

@@ -25,7 +25,7 @@ class Queries(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """O `[tokens, heads, head_dim]`, lse `[tokens, heads]` or None, sinks `[heads]` or None."""
+    """O `[tokens, heads, v_head_dim]`, lse `[tokens, heads]` or None, sinks `[heads]` or None."""
 
     ptr: Any
     token: Any
@@ -190,13 +190,17 @@ class Read(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Constants: the model's heads and the table's pages; `ragged`: whether the table is ragged."""
+    """Constants: the model's heads and the table's pages; `ragged`: whether the table is ragged.
+
+    `head_dim` is Q's and K's, `v_head_dim` V's and the output's.
+    """
 
     num_kv_heads: int
     gqa_ratio: int
     head_dim: int
     page_size: int
     ragged: bool
+    v_head_dim: int
 
 
 class Rules(NamedTuple):
@@ -315,10 +319,11 @@ class Storing(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Constants: rows and keys of a tile, `head_dim` rounded up to a power of two, and other block sizes.
+    """Constants: rows and keys of a tile, its columns, which are powers of two, and other block sizes.
 
     Attributes:
-        m, n, d: rows, keys and columns of a tile; dk: columns of a tile of K, as `d`.
+        m, n: rows and keys of a tile; d: `v_head_dim` rounded up, columns of V; dk: `head_dim` rounded up,
+            columns of Q and K.
         s: keys of a block of the scratch.
         t: new tokens that a program quantises at once; of a fused append: keys of the chunk itself that a
             program attends to at once.

@@ -26,12 +26,13 @@ from narrowkv.runtime.attention.xcds import program_on_its_xcd
 
 
 @triton.jit
-def load_rows(target, desc, base, d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+def load_rows(target, desc, base, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
               TMA: tl.constexpr):  # fmt: skip
     """Rows base..base + BLOCK_N of the scratch, [BLOCK_N, BLOCK_D]; columns past head_dim are zeros."""
     if TMA:
         return desc.load([base.to(tl.int32), 0])
     else:
+        d = tl.arange(0, BLOCK_D)
         at = base.to(tl.int64) * HEAD_DIM + tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + d[None, :]
         if HEAD_DIM == BLOCK_D:
             return tl.load(target + at)
@@ -80,7 +81,6 @@ def dense_range(
     [full, full_end).
     """
     AHEAD: tl.constexpr = WIDENED.ahead and MASK == "none"
-    d = tl.arange(0, BLOCKS.d)
     if WIDENED.overlap:
         p = tl.zeros([q.shape[0], BLOCKS.n], tl.float32)
         correction = l * 0.0 + 1.0
@@ -88,8 +88,8 @@ def dense_range(
         # A range without tiles loads one all the same, somewhere in the scratch.
         last_row = scratch.rows.to(tl.int64) * SIZES.num_kv_heads - BLOCKS.n
         row = tl.minimum(base + begin * BLOCKS.n, last_row)
-        next_k = load_rows(scratch.k, k_desc, row, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
-        next_v = load_rows(scratch.v, v_desc, row, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
+        next_k = load_rows(scratch.k, k_desc, row, SIZES.head_dim, BLOCKS.dk, BLOCKS.n, WIDENED.tma)
+        next_v = load_rows(scratch.v, v_desc, row, SIZES.v_head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
     for tile in range(begin, rounds):
         if MASK == "rest":
             tile += tl.where(tile < full, 0, full_end - full)
@@ -110,7 +110,7 @@ def dense_range(
             k, v = next_k, next_v
         else:
             k = load_rows(
-                scratch.k, k_desc, row, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma
+                scratch.k, k_desc, row, SIZES.head_dim, BLOCKS.dk, BLOCKS.n, WIDENED.tma
             )  # [BLOCK_N, BLOCK_D]
         if RULES.fp8 is not None:
             k = k.to(RULES.fp8, bitcast=True)
@@ -119,12 +119,10 @@ def dense_range(
             s = tl.dot(q_low, tl.trans(k), s)
         if AHEAD:
             upcoming = base + tl.minimum(tile + 1, rounds - 1) * BLOCKS.n
-            next_k = load_rows(
-                scratch.k, k_desc, upcoming, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma
-            )
+            next_k = load_rows(scratch.k, k_desc, upcoming, SIZES.head_dim, BLOCKS.dk, BLOCKS.n, WIDENED.tma)
         if WIDENED.overlap:
             previous = base + tl.maximum(tile - 1, begin) * BLOCKS.n
-            v = load_rows(scratch.v, v_desc, previous, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
+            v = load_rows(scratch.v, v_desc, previous, SIZES.v_head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
             acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
         if not RULES.folded:
             s *= scale[:, None]
@@ -156,11 +154,11 @@ def dense_range(
             p, correction, v_largest = apply_value_factors(p, correction, v_factor, v_largest)
         if not WIDENED.overlap:
             if not AHEAD:
-                v = load_rows(scratch.v, v_desc, row, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
+                v = load_rows(scratch.v, v_desc, row, SIZES.v_head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma)
             acc = tl.dot(to_fp16(p, AHEAD and RULES.fp8 is not None), v, acc * correction[:, None])
             if AHEAD:
                 next_v = load_rows(
-                    scratch.v, v_desc, upcoming, d, SIZES.head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma
+                    scratch.v, v_desc, upcoming, SIZES.v_head_dim, BLOCKS.d, BLOCKS.n, WIDENED.tma
                 )
     return acc, m, l, v_block_factor, v_largest
 
@@ -234,14 +232,14 @@ def _dense_prefill_kernel(
     first = tile.padding if WIDENED.k_block_factors else kv_len * 0
     first_pos = before + tile.number * BLOCKS.m // SIZES.gqa_ratio
     last_pos = before + tl.minimum(((tile.number + 1) * BLOCKS.m - 1) // SIZES.gqa_ratio, tile.q_len - 1)
-    d = tl.arange(0, BLOCKS.d)
     if ROTARY_DIM > 0:
+        d = tl.arange(0, BLOCKS.dk)
         at = tokens * q.token + heads * q.head
         rotated = load_rotated(q.ptr, at, rope, tokens, row_mask, d, SIZES.head_dim, ROTARY_DIM, INTERLEAVED)
         # Rounded to its own type, as a separate rotation would leave it.
         parts = (rotated.to(q.ptr.dtype.element_ty),)
     else:
-        parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.d, 1)
+        parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.dk, 1)
     logit_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * qk_scale
     o_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * out_scale
     if RULES.q_descale:
@@ -284,6 +282,7 @@ def _dense_prefill_kernel(
     if write:
         l = sum_of_held_keys(l, tile, within, RULES.window_right)
         write_rows(
-            out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
-            out.token, out.head, out.lse_token, SIZES.head_dim, RULES.sinks, RULES.lse,
+            out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
+            tl.arange(0, BLOCKS.d), out.token, out.head, out.lse_token, SIZES.v_head_dim,
+            RULES.sinks, RULES.lse,
         )  # fmt: skip

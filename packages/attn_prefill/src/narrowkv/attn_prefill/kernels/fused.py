@@ -103,10 +103,12 @@ def scores_at(
 ):  # fmt: skip
     """Scores [BLOCK_M, BLOCK_N] of the keys at these places, scaled unless `RULES.folded`."""
     PER_KEY: tl.constexpr = K.descale != "scalar" and K.descale != "head"
-    words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCKS.d)
+    words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCKS.dk)
     key_scale = 1.0
     if PER_KEY:
-        key_scale = load_key_scale(k_descale, page, slot, kv_head, K.descale, False, SIZES.head_dim, BLOCKS.d)
+        key_scale = load_key_scale(
+            k_descale, page, slot, kv_head, K.descale, False, SIZES.head_dim, BLOCKS.dk
+        )
     s, factor = tile_scores(q, q_low, words, key_scale, K, RULES)
     if not RULES.folded:
         s *= logit_scale[:, None]
@@ -125,10 +127,10 @@ def attend_with_next_scores(
 ):  # fmt: skip
     """Softmax and values of `tile`, whose scores are `s`; before them the scores of the tile that follows."""
     kv_head = read.kv_head
-    words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.head_dim, BLOCKS.d)
+    words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.v_head_dim, BLOCKS.d)
     v_scale = 1.0
     if V.descale != "scalar" and V.descale != "head":
-        v_scale = load_key_scale(v_descale, page, slot, kv_head, V.descale, False, SIZES.head_dim, BLOCKS.d)
+        v_scale = load_key_scale(v_descale, page, slot, kv_head, V.descale, False, SIZES.v_head_dim, BLOCKS.d)
     # Past the last tile these are the last key's own place again.
     s_next = scores_at(
         q, q_low, k, k_descale, next_page, next_slot, kv_head, logit_scale, SIZES, K, RULES, BLOCKS
@@ -210,7 +212,7 @@ def _fused_prefill_kernel(
     if RULES.split:
         begin, end, full, full_end = key_range_of_split(begin, end, full, full_end, split, num_splits)
 
-    parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.d, K.parts)
+    parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.dk, K.parts)
     logit_scale = qk_scale
     if RULES.fp8 is not None:
         # Queries come from anywhere, so their bytes may be any.
@@ -259,5 +261,5 @@ def _fused_prefill_kernel(
             return
     write_rows(
         out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask, tl.arange(0, BLOCKS.d),
-        out.token, out.head, out.lse_token, SIZES.head_dim, RULES.sinks, RULES.lse,
+        out.token, out.head, out.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip

@@ -101,7 +101,7 @@ def keys_without_value(inside, KIND: tl.constexpr):
 def widen_block(
     k, v, k_descale, v_descale, table, scratch, seq, block, first_row, kv_head, kv_len, k_block_factor,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr, BLOCK_FACTORS: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Gathers, widens and stores one block of one head: keys from `first_row` of `seq` to block `block`.
 
@@ -110,6 +110,7 @@ def widen_block(
         K_TYPE: what K becomes; the matrix unit's FP8 type keeps the bytes as stored; None leaves K in its
             pages and stores a factor for each key, which is NaN where its V is not finite.
     """
+    BLOCK_N: tl.constexpr = BLOCKS.s
     row_base = first_id(table, seq, SIZES.ragged)
     n = first_row + tl.arange(0, BLOCK_N)
     inside = (n >= 0) & (n < kv_len)
@@ -117,14 +118,14 @@ def widen_block(
     K_PER_KEY: tl.constexpr = K.descale != "scalar" and K.descale != "head"
     V_PER_KEY: tl.constexpr = V.descale != "scalar" and V.descale != "head"
     if K_TYPE is not None:
-        k_words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCK_D)
-    v_words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.head_dim, BLOCK_D)
+        k_words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCKS.dk)
+    v_words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.v_head_dim, BLOCKS.d)
     k_scale = 1.0
     v_scale = 1.0
     if K_PER_KEY:
-        k_scale = load_key_scale(k_descale, page, slot, kv_head, K.descale, False, SIZES.head_dim, BLOCK_D)
+        k_scale = load_key_scale(k_descale, page, slot, kv_head, K.descale, False, SIZES.head_dim, BLOCKS.dk)
     if V_PER_KEY:
-        v_scale = load_key_scale(v_descale, page, slot, kv_head, V.descale, False, SIZES.head_dim, BLOCK_D)
+        v_scale = load_key_scale(v_descale, page, slot, kv_head, V.descale, False, SIZES.v_head_dim, BLOCKS.d)
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_N + tl.arange(0, BLOCK_N)
     blocks = kv_head.to(tl.int64) * (scratch.rows // BLOCK_N) + block
     if V.format == "bf16":
@@ -141,7 +142,7 @@ def widen_block(
         finite = finite & (tl.abs(v_factor) < float("inf"))
         tl.store(scratch.v_factor + factors, tl.where(finite, v_factor, 0.0))
     store_block(
-        scratch.v, widened_v, kv_head, block, scratch.rows, finite, 0.0, SIZES.head_dim, BLOCK_D, BLOCK_N
+        scratch.v, widened_v, kv_head, block, scratch.rows, finite, 0.0, SIZES.v_head_dim, BLOCKS.d, BLOCK_N
     )
     factor_flag = power != 1.0
     if K_TYPE is None:
@@ -157,7 +158,7 @@ def widen_block(
             widened_k = join_parts(parts, K.parts)
         store_block(
             scratch.k, widened_k, kv_head, block, scratch.rows, finite, keys_without_value(inside, K_TYPE),
-            SIZES.head_dim, BLOCK_D, BLOCK_N,
+            SIZES.head_dim, BLOCKS.dk, BLOCK_N,
         )  # fmt: skip
         if K_PER_KEY:
             tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
@@ -171,15 +172,15 @@ def widen_block(
 def find_and_widen_block(
     q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr, NVIDIA: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, NVIDIA: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Widens block `block` of all sequences' keys, of one head."""
     seq, in_seq, kv_len, _, _ = find_block(
-        q, table, scratch, batch, block, limit, True, False, SIZES.page_size, SIZES.ragged, BLOCK_N, NVIDIA
+        q, table, scratch, batch, block, limit, True, False, SIZES.page_size, SIZES.ragged, BLOCKS.s, NVIDIA
     )
     widen_block(
-        k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
-        SIZES, K, V, K_TYPE, False, INT64_OFFSETS, BLOCK_D, BLOCK_N,
+        k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCKS.s, kv_head, kv_len, 1.0,
+        SIZES, K, V, K_TYPE, False, INT64_OFFSETS, BLOCKS,
     )  # fmt: skip
 
 
@@ -223,10 +224,10 @@ def _widen_kernel(
         for block in range(first, total, num_blocks):
             find_and_widen_block(
                 q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
-                SIZES, K, V, FILLING.k_type, FILLING.int64_offsets, FILLING.nvidia, BLOCKS.d, BLOCKS.s,
+                SIZES, K, V, FILLING.k_type, FILLING.int64_offsets, FILLING.nvidia, BLOCKS,
             )  # fmt: skip
     elif first < total:
         find_and_widen_block(
             q, k, v, k_descale, v_descale, table, scratch, batch, first, limit, kv_head,
-            SIZES, K, V, FILLING.k_type, FILLING.int64_offsets, FILLING.nvidia, BLOCKS.d, BLOCKS.s,
+            SIZES, K, V, FILLING.k_type, FILLING.int64_offsets, FILLING.nvidia, BLOCKS,
         )  # fmt: skip

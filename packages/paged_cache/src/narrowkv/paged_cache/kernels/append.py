@@ -264,11 +264,11 @@ def quantise_rows(
 def _append_kernel(
     k_new, v_new, k, v, k_descale, v_descale, k_offset, k_balance, rope, q, slot_mapping, slot_step,
     num_slots,
-    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BUTTERFLIES: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BUTTERFLIES: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
-    K_VEC: tl.constexpr, V_VEC: tl.constexpr, BLOCK_D: tl.constexpr,
+    K_VEC: tl.constexpr, V_VEC: tl.constexpr,
 ):  # fmt: skip
     """One program writes one head of one token; nothing if the token's slot is not in the cache.
 
@@ -282,6 +282,8 @@ def _append_kernel(
         K_GROUP, V_GROUP: FP4: channels per scale, 0 for one scale; RULE: how its exponent is chosen.
         K_VEC, V_VEC: x of the vectorised layout, else 0.
     """
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = triton.next_power_of_2(V_HEAD_DIM)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     if q.ptr is not None:
@@ -305,12 +307,13 @@ def _append_kernel(
     )  # fmt: skip
     x = transform_keys(x, k_offset, k_balance, head, HEAD_DIM, BUTTERFLIES)
     at = tokens * v_new.token + head * v_new.head
-    y = tl.load(v_new.ptr + at[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
+    d = tl.arange(0, BLOCK_DV)
+    y = tl.load(v_new.ptr + at[:, None] + d[None, :], mask=(d < V_HEAD_DIM)[None, :], other=0.0)
     quantise_rows(
         x, k, k_descale, page, slot, head, one, K_FORMAT, K_SCALING, HEAD_DIM, K_MAX, K_GROUP, RULE,
         K_VEC, False, 1, BLOCK_D,
     )  # fmt: skip
     quantise_rows(
-        y.to(tl.float32), v, v_descale, page, slot, head, one, V_FORMAT, V_SCALING, HEAD_DIM, V_MAX,
-        V_GROUP, RULE, V_VEC, True, 1, BLOCK_D,
+        y.to(tl.float32), v, v_descale, page, slot, head, one, V_FORMAT, V_SCALING, V_HEAD_DIM, V_MAX,
+        V_GROUP, RULE, V_VEC, True, 1, BLOCK_DV,
     )  # fmt: skip

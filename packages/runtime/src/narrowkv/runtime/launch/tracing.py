@@ -95,10 +95,14 @@ Results = Sequence[tuple[Sequence[int], torch.dtype]]
 
 
 def like_query(tensors: Tensors, options: Mapping[str, Any]) -> Results:
-    """The results of attention: like q in `out_dtype`, and one number for each of its rows."""
+    """The results of attention: like q in `out_dtype`, and one number for each of its rows.
+
+    The option `v_head_dim`, if there is one, says how many channels the first has.
+    """
     q = tensors[0]
     assert q is not None
-    return (q.shape, options["out_dtype"] or wide_dtype(q)), (q.shape[:2], torch.float32)
+    shape = (*q.shape[:-1], options.get("v_head_dim", q.shape[-1]))
+    return (shape, options["out_dtype"] or wide_dtype(q)), (q.shape[:2], torch.float32)
 
 
 def register(

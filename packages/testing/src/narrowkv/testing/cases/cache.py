@@ -71,7 +71,7 @@ class CacheCase:
 
     Attributes:
         lens: tokens of each sequence; their number is the batch.
-        num_kv_heads, head_dim: sizes.
+        num_kv_heads, head_dim: sizes; v_head_dim: channels of V, 0 for as many as K has.
         page_size: tokens a page.
         layout: one of `LAYOUTS`.
         format: of K and V; scale_group: channels that share a scale of FP4, None for one scale a head.
@@ -88,6 +88,7 @@ class CacheCase:
     lens: tuple[int, ...] = (70, 5, 130)
     num_kv_heads: int = named(2, "kv_heads")
     head_dim: int = 128
+    v_head_dim: int = 0
     page_size: int = 16
     layout: str = named("NHD", words=LAYOUTS)
     format: str | CacheFormat = named("fp8_e4m3fn", read=_read_format, spell=_spell_format)
@@ -127,14 +128,18 @@ class CacheCase:
         """
         pages, table = self._page_table(random, device)
         num_pages = sum(len(ids) for ids in pages) + _SPARE_PAGES
-        shape = (num_pages, self.page_size, self.num_kv_heads, self.head_dim)
+        shape = (num_pages, self.page_size, self.num_kv_heads)
         used = torch.zeros(shape[:2], dtype=torch.bool)
         for ids, seq_len in zip(pages, self.lens, strict=True):
             used[ids] = torch.arange(len(ids) * self.page_size).view(-1, self.page_size) < seq_len
         stored, descales, kinds, numbers = [], [], [], []
-        for name, outliers in ((self.formats.k, self.outliers), (self.formats.v, False)):
+        sides = (
+            (self.formats.k, self.head_dim, self.outliers),
+            (self.formats.v, self.v_head_dim or self.head_dim, False),
+        )
+        for name, head_dim, outliers in sides:
             fmt = get_format(name)
-            x = torch.randn(shape, generator=random) * self.spread
+            x = torch.randn((*shape, head_dim), generator=random) * self.spread
             if outliers:
                 x[..., ::21] += 8.0
             keep = None if self.clean else used
@@ -270,8 +275,9 @@ def _lay_out(k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tenso
         pages, tokens, heads, dim = k.shape
         if dim % x or tokens % y:
             raise CaseError(f"layout=vectorised needs head_dim % {x} == 0 and page_size % {y} == 0")
+        v_dim = v.shape[3]
         vector_k = k.view(pages, tokens, heads, dim // x, x).permute(0, 2, 3, 1, 4).contiguous()
-        vector_v = v.view(pages, tokens // y, y, heads, dim).permute(0, 3, 1, 4, 2).contiguous()
+        vector_v = v.view(pages, tokens // y, y, heads, v_dim).permute(0, 3, 1, 4, 2).contiguous()
         return vector_k, vector_v, layout
     if layout == "padded":
         return _padded(k), _padded(v), "NHD"

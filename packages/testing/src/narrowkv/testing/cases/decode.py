@@ -172,7 +172,8 @@ class DecodeInputs:
         if plan is None and (self.split or self.kernel):
             plan = self.plan()
         dtype = self.options.get("out_dtype") or wide_dtype(self.q)
-        out = torch.full(self.q.shape, torch.nan, dtype=dtype, device=self.q.device)
+        size = (*self.q.shape[:2], self.cache.v_head_dim)
+        out = torch.full(size, torch.nan, dtype=dtype, device=self.q.device)
         options = {**self.options, "out": out, "return_lse": True, "plan": plan}
         o, lse = paged_decode(self.q, self.cache, self.table, **options)
         return o, lse
@@ -274,6 +275,7 @@ def one_at_a_time() -> Iterator[DecodeCase]:
     for name, values in AXES.items():
         axis = {"format": sides[name]} if name in sides else {name: values}
         yield from map(mended, each_alone(base, axis))
+    yield from (DecodeCase(head_dim=192, v_head_dim=128, format=name) for name in ("bf16", "fp8_e4m3fn"))
     for fmt in AXES["k"]:
         yield DecodeCase(format=fmt)
     for fmt in ("fp4_e2m1", K8V4):

@@ -153,8 +153,10 @@ class PrefillCase(cases.CacheCase):
         if not self.clean:
             cases.poison_from(cache, table, self.lens)
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
-        shape = (q.shape[0], self.num_kv_heads, self.head_dim)
-        k_new, v_new = (torch.randn(shape, generator=generator).to(self.q_dtype).to(device) for _ in range(2))
+        k_new, v_new = (
+            torch.randn(q.shape[0], self.num_kv_heads, width, generator=generator).to(self.q_dtype).to(device)
+            for width in (cache.head_dim, cache.v_head_dim)
+        )
         ranges = [begin + torch.arange(n) for begin, n in zip(old, self.q_lens, strict=True)]
         rope = None
         if self.rope is not None:
@@ -215,7 +217,8 @@ class PrefillInputs:
         plan = plan or self.plan()
         poison_plan(plan)
         dtype = self.q.dtype if self.q.dtype.itemsize == 2 else torch.bfloat16
-        out = torch.full(self.q.shape, torch.nan, dtype=dtype, device=self.q.device)
+        size = (*self.q.shape[:2], self.cache.v_head_dim)
+        out = torch.full(size, torch.nan, dtype=dtype, device=self.q.device)
         o, lse = self.run(plan, return_lse=True, **({} if self.case.appends else {"out": out}))
         return o, lse
 
@@ -302,6 +305,7 @@ OF_BOTH: Changes = (
     {"q_lens": (1, 1, 1), "lens": (1, 16, 17)},
     {"q_lens": (0, 5, 0), "lens": (20, 5, 0)},
     {"q_lens": (1, 40, 2), "lens": (65, 64, 63)},
+    *({"head_dim": 192, "v_head_dim": 128, "format": name} for name in ("bf16", "fp8_e4m3fn")),
 )
 OF_PREFILL: Changes = (
     *({"granularity": name} for name in ("sequence_head", "page_head")),
