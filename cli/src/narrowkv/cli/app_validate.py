@@ -82,8 +82,7 @@ def _validate(operation: OperationEntry, report: Report, given: Any, where: Wher
         else:
             report.refuse(f"with --{first}", "full")
     from narrowkv.cli.cases import parse_case
-    from narrowkv.cli.validate import validate
-    from narrowkv.cli.validate_sage import validate_sage
+    from narrowkv.cli.validate import validate, validate_sage
 
     known = operation.cases
     cases: Any = [parse_case(operation, line) for line in lines or ()]
@@ -116,7 +115,7 @@ def validate_fp4(
     """Show what each FP4, FP8 and mixed cache recipe costs in accuracy, on two input sets."""
     if on is not None:
         one_of("--on", on, PLACES[:2])
-    from narrowkv.cli.validate_fp4 import validate_fp4 as run
+    from narrowkv.cli.validate import validate_fp4 as run
     from narrowkv.testing.format_errors import InputSizes
 
     sizes = InputSizes(batch=batch, context=context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -13,17 +13,21 @@ from narrowkv.cli.command_line import DecodeByDefault
 from narrowkv.cli.options import Where, jobs
 from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.sheet import Sheet, keys, numbers
+from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
+from narrowkv.quant.accuracy import ErrorReport
+from narrowkv.testing import format_errors
 from narrowkv.testing.cases import Case
 from narrowkv.testing.cases.decode import LSE_BOUND
-from narrowkv.testing.cases.sage import SageResult
+from narrowkv.testing.cases.sage import BOUND, PUBLISHED, SageCase, SageResult
+from narrowkv.testing.cases.sage import LSE_BOUND as SAGE_LSE_BOUND
 from narrowkv.testing.checking import CaseResult, CaseTask, run_task
+from narrowkv.testing.format_errors import SETS, Errors, ErrorTask, FormatError, Goal, InputSizes
 from narrowkv.testing.machine import versions
 from narrowkv.testing.operation import OperationEntry
 from narrowkv.testing.places import Place, find_place
 from narrowkv.testing.records import jsonable
-from narrowkv.testing.result_plots import plot_cases
+from narrowkv.testing.result_plots import plot_cases, plot_recipes, plot_sage
 
 Cases = Sequence[Case] | Callable[[Place], Sequence[Case]]
 _WORST_SHOWN = 5
@@ -188,3 +192,120 @@ def _show_worst(report: Report, results: Sequence[CaseResult], repro: Callable[[
     for result in worst:
         assert result.error is not None
         report.line(f"  {result.error.relative_l1:.2e}  {repro(result)}")
+
+
+Found = tuple[SageCase, SageResult]
+
+
+def validate_sage(
+    operation: OperationEntry, cases: Cases, report: Report, where: Where, *, seed: int
+) -> ExitCode:
+    """Runs cases at every place and shows cosine, relative L1 and RMSE; Ctrl-C keeps what was finished."""
+    run = run_cases(cases, report, where, SageResult)
+    report.say(f"{operation.title} against attention that quantises nothing, {run.ran_on}")
+    report.say("figures: cosine / relative L1 / RMSE, by what was taken out of K and Q first")
+    for place in run.places:
+        for data in dict.fromkeys(case.data for case, _ in run.results):
+            report.say(f"\n{place.name}, data {data}")
+            shown = [(c, r) for c, r in run.results if r.place == place.name and c.data == data]
+            report.show(_sage_table(shown))
+    for case, result in run.failures:
+        report.line(f"FAILED {result.place} {case}: {result.detail}", "bold red")
+    bounds = f"kernel error <= {BOUND:g}, lse within {SAGE_LSE_BOUND:g}, no worse than published"
+    run.say_passed(report, bounds)
+    body = {
+        "operation": operation.title,
+        "seed": seed,
+        "bounds": dict(operation.cases.bounds),
+        "published": PUBLISHED,
+    }
+    records = [{"case": str(case), **jsonable(result)} for case, result in run.results]
+    return run.finish(report, body, records, partial(plot_sage, run.results))
+
+
+def _sage_table(results: Sequence[Found]) -> Sheet:
+    """Figures by precision and granularity, a column for each smoothing."""
+    found = {(c.qk_dtype, c.granularity, c.smoothing): (c, r) for c, r in results}
+    smoothings = list(dict.fromkeys(c.smoothing for c, _ in results))
+    means = [f"mean of {s} out" for s in smoothings]
+    sheet = Sheet([*keys("Q and K", "granularity"), *numbers(*means, "published", "kernel", "lse")])
+    for qk, granularity in dict.fromkeys((c.qk_dtype, c.granularity) for c, _ in results):
+        row = [found.get((qk, granularity, s)) for s in smoothings]
+        ran = [r for _, r in filter(None, row) if r.total is not None]
+        cells = ["-" if one is None or one[1].total is None else _figures(one[1].total) for one in row]
+        goal = next((g for c, _ in filter(None, row) if (g := c.published) is not None), None)
+        sheet.add(
+            qk, granularity, *cells, "" if goal is None else f"{goal[0]:.4f} / {goal[1]:.3f} / {goal[2]:.3f}",
+            f"{max((r.kernel_l1 for r in ran), default=float('nan')):.4f}",
+            f"{max((r.lse_error for r in ran), default=float('nan')):.1e}",
+            style="" if all(one is None or one[1].passed for one in row) else "bold red",
+        )  # fmt: skip
+    return sheet
+
+
+def _figures(error: ErrorReport) -> str:
+    return f"{error.cosine:.4f} / {error.relative_l1:.3f} / {error.rmse:.3f}"
+
+
+def validate_fp4(
+    report: Report, *, seeds: int, sizes: InputSizes, on: str | None = None, jobs: int = 1
+) -> ExitCode:
+    """Measures and shows the table; at the goals' sizes, compares it with the goals.
+
+    Ctrl-C keeps the means over the seeds that were measured.
+    """
+    place = find_place(on)
+    tasks = format_errors.tasks(range(seeds), sizes, place.device)
+    found: dict[ErrorTask, Errors] = {}
+
+    def take(task: ErrorTask, errors: Errors) -> str:
+        found[task] = errors
+        return f"{task.inputs}, seed {task.seed}"
+
+    interrupted = run_all(report, tasks, format_errors.run_task, Errors, take, jobs=jobs, what="measuring")
+    measured = format_errors.mean_errors({task: found[task] for task in tasks if task in found})
+    report.say("format error: attention on the stored cache against attention on the bf16 tensors, in fp32")
+    report.say(f"{sizes}, mean of {seeds} seeds on {place.description}")
+    report.show(_format_table(measured))
+    judged = sizes == InputSizes() and seeds >= format_errors.GOAL_SEEDS
+    goals = []
+    if len(found) == len(tasks):
+        by_name = {error.recipe: error for error in measured}
+        goals = [_goal(goal, goal.reached(by_name), report, judged) for goal in format_errors.GOALS]
+        if not judged:
+            least = f"{InputSizes()}, {format_errors.GOAL_SEEDS} seeds or more"
+            report.say(f"[yellow]goals do not decide here[/]: they are of {least}")
+    body: dict[str, Any] = {
+        "sizes": sizes,
+        "seeds": seeds,
+        "ran_on": place.description,
+        "versions": versions(),
+        "recipes": measured,
+        "goals": goals,
+    }
+    failed = judged and not all(goal["pass"] for goal in goals)
+    code = ExitCode.NUMERICAL if failed else ExitCode.OK
+    records = [asdict(error) for error in measured] if found else []
+    plot = partial(plot_recipes, measured)
+    return report.finish(body, code, interrupted=interrupted, rows=records, plot=plot)
+
+
+def _goal(goal: Goal, by: float, report: Report, judged: bool) -> dict[str, Any]:
+    """Shows how far a goal was reached, and returns that for the document."""
+    good = by >= goal.less_by
+    colour = "green" if good else "bold red" if judged else "yellow"
+    report.say(
+        f"[{colour}]{by:.0%} less {goal.figure.replace('_', ' ')} on outlier (goal {goal.less_by:.0%})[/]: "
+        f"{goal.recipe}, against {goal.than}"
+    )
+    return {**vars(goal), "reached": by, "judged": judged, "pass": good}
+
+
+def _format_table(errors: Sequence[FormatError]) -> Sheet:
+    figures = [f"{figure} {name}" for figure in ("rel. L1", "RMSE") for name in SETS]
+    sheet = Sheet([*keys("recipe"), *numbers("bits", *figures), Column("decode reads it")])
+    for e in errors:
+        l1 = [f"{e.relative_l1[s]:.4f}" if s in e.relative_l1 else "-" for s in SETS]
+        square = [f"{e.rmse[s]:.5f}" if s in e.rmse else "-" for s in SETS]
+        sheet.add(e.recipe, f"{e.bits:.2f}", *l1, *square, "yes" if e.kernel else "no")
+    return sheet
