@@ -71,7 +71,7 @@ PROGRAM = commands_below(typer.main.get_command(app))
 COMMANDS = {path: command for path, command in PROGRAM.items() if not hasattr(command, "commands")}
 OPERATIONS = {
     "validate": {"decode", "prefill", "sparse", "latent", "sage", "indexer", "topk", "fp4"},
-    "bench": {"decode", "prefill", "sparse", "sage", "traffic", "host", "cp"},
+    "bench": {"decode", "prefill", "sparse", "sage", "indexer", "traffic", "host", "cp"},
     "inspect": {"decode", "prefill", "sparse", "latent", "sage", "indexer", "topk", "model"},
     "engines": {"try"},
     "accuracy": {"measure", "train-tiny"},
@@ -328,7 +328,7 @@ def test_checking_an_output_file_leaves_nothing_behind(tmp_path: Path) -> None:
         *(
             (f"bench {name}", f"needs a GPU; torch {torch.__version__} sees none. Without one, "
              f"`narrowkv bench {name} --on gfx942,gfx950`")
-            for name in ("decode", "prefill", "sparse", "sage")
+            for name in ("decode", "prefill", "sparse", "sage", "indexer")
         ),
         ("engines try sglang --model deepseek-v4-tiny", "try it in transformers"),
     ],

@@ -20,6 +20,7 @@ from narrowkv.runtime.launch import LaunchOptions, executing, launch
 from narrowkv.testing.bench.baseline import KEYS, changes, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
 from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes, checker, decode_sizes
+from narrowkv.testing.bench.indexer import IndexerBench, IndexerSizes
 from narrowkv.testing.bench.kernels import _read_kernel
 from narrowkv.testing.bench.large_cache import LargeCache
 from narrowkv.testing.bench.measure import Bench, Call, Row, measure, time_checked
@@ -250,6 +251,9 @@ BENCHES: dict[str, tuple[Callable[..., Bench[Any]], Any, int]] = {
         SparseSizes(tokens=3, heads=16, topk=20, pool=64), 4,
     ),
     "sage": (partial(SageBench, ["int8"], ["per_block"]), SageSizes(1, 128, 1, 64, True), 4),
+    "indexer": (
+        partial(IndexerBench, ["fp8_e4m3fn", "fp4_e2m1"]), IndexerSizes(2, 192, heads=8, topk=100), 3,
+    ),
 }  # fmt: skip
 
 
@@ -279,6 +283,7 @@ SMALL: dict[str, tuple[Bench[Any], Any]] = {
     "prefill": (PrefillBench(), PrefillSizes(16, 48, 1, 4, 128, 16, "bf16")),
     "sparse": (SparseBench(["fused"]), SparseSizes(2, 16, 32, 65536)),
     "sage": (SageBench(["int8"], ["per_block"]), SageSizes(1, 256, 1, 128, False)),
+    "indexer": (IndexerBench(["fp8_e4m3fn"]), IndexerSizes(4, 512, heads=64, topk=64)),
 }
 
 

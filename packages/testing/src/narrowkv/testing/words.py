@@ -15,6 +15,7 @@ SPARSE_WAYS = ("bf16", "prepass", "fused", "fused-fp8q")
 """What `bench sparse` compares: 16-bit rows, and FP8 rows in each mode."""
 SAGE_PRECISIONS = ("int8", "int4", "fp8")
 SAGE_GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread")
+INDEX_KEYS = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp4_e2m1")
 COMMS = ("a2a", "ag_rs", "symm_mem")
 """Exchanges of partial results between ranks."""
 ENGINE_CACHES = {
