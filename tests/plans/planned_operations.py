@@ -273,6 +273,8 @@ class Sage(Operation):
                 arguments[name].copy_(_starts(lens))
         for name in ("q", "k", "v"):
             arguments[name].copy_(torch.randn_like(arguments[name]))
+        if "block_mask" in arguments:
+            arguments["block_mask"].logical_not_()
 
 
 class Sparse(Operation):
