@@ -89,3 +89,18 @@ def test_a_prompt_has_the_same_chances_alone_and_beside_another_where_vllm_asks_
     both, alone = len(PROMPTS), slice(len(PROMPTS), None)
     assert made["tokens"][:both] == made["tokens"][alone]
     assert made["chances"][:both] == made["chances"][alone]
+
+
+def test_latent_attention_has_the_same_tokens_in_graphs_and_in_eager_steps(tmp_path):
+    # 12 heads; one layer, without experts, which are compiled operations.
+    tiny_model("deepseek-v3-tiny", num_layers=1).save_pretrained(tmp_path)
+    made = run("latent", tmp_path, NARROWKV_VLLM_INSTEAD_OF="TRITON_MLA")
+    graphs, eager = made["graphs"], made["eager"]
+    assert graphs["graphs"] == [[1, 1], [2, 1]]
+    assert graphs["replays"].count(1) >= NEW - 2
+    assert not eager["graphs"]
+    assert graphs["caches"] == eager["caches"] == ["tensor576 fp8_e4m3fnuz"]
+    assert graphs["tokens"] == eager["tokens"]
+    assert graphs["chances"] == eager["chances"]
+    assert len(made["errors"]) >= NEW - 1
+    assert max(made["errors"]) <= 0.004  # of decodes in eager steps; what docs/latent.md promises

@@ -75,7 +75,7 @@ def count_replays(graph: Any, tokens: int, replays: list[int]) -> None:
 
 def generate(
     cache_dtype: str, *, graphs: bool, guesses: int = 0, chosen: str | None = "CUSTOM",
-    rounds: Any = (PROMPTS,),
+    rounds: Any = (PROMPTS,), **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Tokens and their log-probabilities, and by what vLLM's runner made them.
 
@@ -85,19 +85,20 @@ def generate(
         guesses: speculative tokens.
         chosen: the backend; None for vLLM's automatic choice.
         rounds: prompts that are generated together.
+        **options: others of vLLM's.
     """
     guess = {"method": "ngram", "num_speculative_tokens": guesses, "prompt_lookup_max": 2}
     guess |= {"prompt_lookup_min": 1}
     replays: list[int] = []
     llm = LLM(
         MODEL, skip_tokenizer_init=True, dtype="bfloat16", attention_backend=chosen, max_num_seqs=2,
-        max_model_len=64, block_size=32, max_num_batched_tokens=8, num_gpu_blocks_override=8,
+        max_model_len=64, block_size=32, num_gpu_blocks_override=8,
         gpu_memory_utilization=0.01, speculative_config=guess if guesses else None,
         compilation_config={
             "mode": 0, "custom_ops": ["none"], "cudagraph_capture_sizes": [1 + guesses, 2 + 2 * guesses],
             "cudagraph_mode": "FULL_DECODE_ONLY" if graphs else "NONE",
         },
-        **cache_options(cache_dtype),
+        **{"max_num_batched_tokens": 8, **cache_options(cache_dtype), **options},
     )  # fmt: skip
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     manager = runner.cudagraph_manager
@@ -118,12 +119,20 @@ def generate(
         ],
         "runner": f"{type(runner).__module__}.{type(runner).__name__}",
         "graphs": sorted((desc.num_reqs, desc.uniform_token_count) for desc in manager.graphs),
-        "replays": replays, "caches": sorted({str(layer.impl._cache[1].format) for layer in layers}),
+        "replays": replays, "caches": sorted({stored_in(layer.impl) for layer in layers}),
     }  # fmt: skip
     del llm, runner, manager, layers
     gc.collect()
     cleanup_dist_env_and_memory()
     return found
+
+
+def stored_in(attention: Any) -> str:
+    """How a layer stores its tokens."""
+    if hasattr(attention, "_rows"):
+        rows = attention._rows[1]
+        return f"{rows.layout} {rows.format}"
+    return str(attention._cache[1].format)
 
 
 def each_way() -> dict[str, Any]:
@@ -140,6 +149,29 @@ def each_way() -> dict[str, Any]:
     return {**found, "calls": sorted(kinds), "device": torch.cuda.get_device_name()}
 
 
+def latent() -> dict[str, Any]:
+    """A model with latent attention, in graphs of decode steps and in eager steps, which are compared."""
+    from narrowkv.engines.vllm import latent as adapter
+    from narrowkv.quant import relative_l1
+    from narrowkv.sparse_fp8 import latent_decode_reference
+
+    options = {
+        "max_num_batched_tokens": 64,
+        "attention_config": {"backend": "CUSTOM", "mla_prefill_backend": "CUSTOM"},
+    }  # fmt: skip
+    graphs = generate("fp8", graphs=True, chosen=None, **options)
+    errors, operation = [], adapter.latent_decode
+
+    def compared(q: Any, rows: Any, table: Any, *, plan: Any, return_lse: bool) -> Any:
+        o, lse = operation(q, rows, table, plan=plan, return_lse=return_lse)
+        errors.append(relative_l1(o, latent_decode_reference(q, rows, table, sm_scale=plan.sm_scale)))
+        return o, lse
+
+    adapter.latent_decode = compared
+    eager = generate("fp8", graphs=False, chosen=None, **options)
+    return {"graphs": graphs, "eager": eager, "errors": errors}
+
+
 def together_and_alone() -> dict[str, Any]:
     """All prompts in one batch, and then each by itself."""
     return generate("fp8", graphs=True, rounds=(PROMPTS, *([prompt] for prompt in PROMPTS)))
@@ -147,4 +179,9 @@ def together_and_alone() -> dict[str, Any]:
 
 if __name__ == "__main__":
     assert HAS_TRITON
-    print("FOUND", json.dumps({"each way": each_way, "together and alone": together_and_alone}[WHAT]()))
+    print(
+        "FOUND",
+        json.dumps(
+            {"each way": each_way, "latent": latent, "together and alone": together_and_alone}[WHAT]()
+        ),
+    )
