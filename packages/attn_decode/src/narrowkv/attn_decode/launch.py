@@ -205,7 +205,8 @@ def launches_of(
     transform = bound.transform
     shifts = transform.offset is not None and (lse or sinks or soft_cap > 0)
     rows = Rows(
-        Arg("q"), Arg("out"), Arg("lse") if lse else None, Arg("sinks") if sinks else None, *strides,
+        Arg("q"), *strides[:2], Arg("out"), Arg("lse") if lse else None, Arg("sinks") if sinks else None,
+        *strides[2:],
         None if table.ranges is None else Arg("ranges"), None if table.tree is None else Arg("tree"),
         None if transform.balance is None else Arg("k_balance"), Arg("k_offset") if shifts else None,
         logit_scale if shifts else None, Arg("q_descale") if q_descale else None,

@@ -25,11 +25,11 @@ class Rows(NamedTuple):
     """
 
     q: Any
+    q_token: Any
+    q_head: Any
     o: Any
     lse: Any
     sinks: Any
-    q_token: Any
-    q_head: Any
     o_token: Any
     o_head: Any
     lse_token: Any
