@@ -59,6 +59,9 @@ def kernels() -> Iterator[tuple[DecodeCase, str]]:
     """Every kind of kernel with the target that it is compiled for."""
     pages: list[dict[str, Any]] = [{"page_size": size} for size in (1, 16, 64)]
     yield from ((shape("fp8_e4m3fnuz", **page), "gfx942") for page in pages)
+    # Long enough for splits of some tiles of 32 keys.
+    for fmt in ("fp8_e4m3fn", "fp8_e5m2"):
+        yield replace(shape(fmt), stale_columns=511), "gfx942"
     yield shape("fp8_e4m3fnuz", q_dtype=torch.float8_e4m3fnuz), "gfx942"
     for changes in [*SIZES, {"scale_group": 32}, {"scale_format": "e4m3"}]:
         yield shape("fp4_e2m1", kernel="native", **changes), "gfx950"

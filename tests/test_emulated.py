@@ -67,6 +67,7 @@ DECODE = {
         "format=fp4_e2m1,group=16,scale_format=e4m3"
     ),
     "FP4, keys and values loaded a tile ahead": "ratio=12,lens=200+5+130+0,format=fp4_e2m1,split=even",
+    "FP8, splits of two small tiles": "kv_heads=64,ratio=2,lens=650,clean=1",
     "FP8 keys, FP4 values, a window": (
         "kv_heads=1,ratio=8,lens=200+64,format=fp8_e4m3fn/fp4_e2m1,window=70,split=none,layout=HND"
     ),

@@ -451,6 +451,7 @@ def _shipped_config(
     row_blocks = -(-rows // block_m)
     head_programs = shape.num_kv_heads * row_blocks
     compute_units = target.compute_units
+    units = compute_units / head_programs  # of one KV head and row block
     slots = max(1, compute_units * _RESIDENT // head_programs)
 
     # A scale per 32 channels takes registers that FP4's configurations do not leave: 598 us against 378 us.
@@ -471,14 +472,14 @@ def _shipped_config(
             target, block_m, k_format, v_format, q_len=shape.q_len, q_dtype=shape.q_dtype,
             head_dim=shape.head_dim, scale_group=scale_group, kernel=chosen,
         )  # fmt: skip
-        splits = amd_splits(shape.batch, -(-shape.capacity // block_n), compute_units / head_programs)
-        if splits and split is None:
-            split, slots = "per_sequence" if splits > 1 else "none", shape.batch * splits
+        if not (split or tokens_per_split or batch_invariant):
+            small = fast and prefetch == "tile" and target.name == "gfx942"
+            block_n, splits = amd_splits(shape.batch, shape.capacity, block_n, units, small)
+            if splits:
+                split, slots = "per_sequence" if splits > 1 else "none", shape.batch * splits
     elif latency_bound and block_m == 16:
         kind = _kind_of(target, (k_format, v_format), narrow_head, groups=groups, unpacks=unpacks, fast=fast)
-        block_n, options, slots, prefetch, short_split = _short_call(
-            shape, compute_units / head_programs, kind, narrow_head
-        )
+        block_n, options, slots, prefetch, short_split = _short_call(shape, units, kind, narrow_head)
         split = split or short_split
     else:
         block_n, options, slots, whole_waves = _large_call(

@@ -31,6 +31,7 @@ _MERGES = (
     (8, MergeTile(8, 1)),  # B64: 3.1 and 2.5; (16, 1) 4.2 and 3.4; (16, 2) 9.2 and 7.2
     (16, MergeTile(16, 2)),  # B4: 1.9 and 1.6; (16, 1) 2.2 and 1.8; (32, 2) 2.5 and 1.7
     (32, MergeTile(32, 2)),  # B4: 2.6 and 2.1; (16, 1) 3.6 and 2.9; (64, 4) 3.0 and 2.8
+    (48, MergeTile(64, 4)),  # B4 of 37: 3.1 and 2.6; (32, 2) 3.7 and 3.1; (128, 4) 3.4 and 2.9
     # B1 of 128: 3.4 and 2.9; (16, 1) 11.7 and 9.7; (64, 4) 5.3 and 4.5; (128, 8) 4.2 and 3.6. Of 256: 6.0
     # and 5.1; (64, 4) 9.8 and 8.3.
     (2**31, MergeTile(128, 4)),
@@ -51,36 +52,48 @@ class _Split:
 
     Attributes:
         programs: of a compute unit.
-        most_tiles: of a program.
+        most_tiles, least_tiles: of a program. One sequence may have more than the most.
+        block_n: keys of a tile; 0 for those of `amd_tile`.
     """
 
     programs: int
     most_tiles: int
+    least_tiles: int = 1
+    block_n: int = 0
 
 
 # The first that fits is taken. Model, microseconds, FP8, page 16, 96/8 heads, head_dim 128, gfx942 and
 # gfx950, in parentheses splits of a sequence.
 _SPLITS = (
-    # B4 8k: (32) 28.2 and 16.8, (64) 31.7 and 19.2, even 32.2 and 22.4. B1 8k: (128) 14.4 and 9.5, (64) 14.8
-    # and 9.5.
+    # B4 8k: (32) 26.3 and 15.1, (37) 27.0 and 19.3. B1 8k: (128) 12.1 and 7.7.
     _Split(programs=4, most_tiles=4),
-    # B64 1k: (4) 45.3 and 28.5, even 50.2 and 36.8.
+    # B64 1k: (4) 42.5 and 26.6, before keys were loaded sooner 45.3 and 28.5, even 50.2 and 36.8.
     _Split(programs=8, most_tiles=8),
 )
+# gfx942 with FP8 tiles loaded ahead: widening by bit arithmetic takes long, and smaller shares divide it more
+# evenly over SIMDs. Tiles of 32 keys and, in parentheses, of 64: B4 8k 24.1 (26.3), B8 4k 23.4 (25.8), B4 4k
+# 15.9 (16.6), B1 8k 11.6 (12.1), B16 1k 15.1 (15.7). One tile a program: B4 1k 8.3 (8.2). gfx950, B4 8k: 17.7
+# (15.1).
+_SMALL_TILES = _Split(programs=4, most_tiles=8, least_tiles=2, block_n=32)
 
 
-def amd_splits(batch: int, tiles: int, compute_units: float) -> int:
-    """The number of equal splits of every sequence, or 0 where programs get an even share of all keys.
+def amd_splits(
+    batch: int, capacity: int, block_n: int, compute_units: float, small_tiles: bool
+) -> tuple[int, int]:
+    """Keys of a tile, and the number of equal splits of every sequence; 0: an even share of all keys.
 
     Args:
-        batch: sequences; tiles: key tiles of the longest.
+        batch: sequences; capacity: tokens of the longest.
+        block_n: keys of a tile, of `amd_tile`.
         compute_units: of the GPU, divided by the programs that one sequence has without splits.
+        small_tiles: whether a short call may have smaller tiles.
     """
-    for row in _SPLITS:
+    for row in (_SMALL_TILES, *_SPLITS) if small_tiles else _SPLITS:
+        tiles = -(-capacity // (row.block_n or block_n))
         each = -(-tiles // max(int(compute_units * row.programs) // max(batch, 1), 1))
-        if each <= row.most_tiles or batch == 1:
-            return -(-tiles // max(each, 1))
-    return 0
+        if row.least_tiles <= each and (each <= row.most_tiles or (batch == 1 and not row.block_n)):
+            return row.block_n or block_n, -(-tiles // max(each, 1))
+    return block_n, 0
 
 
 def amd_tile(

@@ -211,7 +211,8 @@ def launches_of(
     transform = bound.transform
     shifts = transform.offset is not None and (lse or sinks or soft_cap > 0)
     rows = Rows(
-        Arg("q"), Arg("out"), Arg("lse") if lse else None, Arg("sinks") if sinks else None, *strides,
+        Arg("q"), *strides[:2], Arg("out"), Arg("lse") if lse else None, Arg("sinks") if sinks else None,
+        *strides[2:],
         None if table.ranges is None else Arg("ranges"), None if table.tree is None else Arg("tree"),
         None if transform.balance is None else Arg("k_balance"), Arg("k_offset") if shifts else None,
         logit_scale if shifts else None, Arg("q_descale") if q_descale else None,
@@ -221,7 +222,8 @@ def launches_of(
         "io": rows, "v_descale": read["v_descale"], "workspace": partial, "page_ids": Arg("ids"),
         "row": Arg("row"), "lens": Arg("lens"), "num_ids": Arg("num_ids"), "max_pages": Arg("max_pages"),
         "steps": TableSteps(num_pages, *table.steps), "out_scale": Arg("out_scale"), "batch": table.batch,
-        "num_items": config.num_items, "tiles_per_split": max(config.tiles_per_split, 1),
+        "most_splits": config.num_items // (1 if config.split == "even" else max(table.batch, 1)),
+        "tiles_per_split": config.tiles_per_split if config.tiles_per_split > 1 else None,
     }  # fmt: skip
     attending = launch_by_name(
         attend, (grids[0],), **shared, k=read["k"], v=read["v"], k_descale=read["k_descale"],

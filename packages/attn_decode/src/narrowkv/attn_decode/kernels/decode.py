@@ -50,24 +50,24 @@ from narrowkv.runtime.attention.softmax import SoftCap, multiply_values
 
 # Values that serving changes from step to step: the kernel is not compiled again for them.
 @triton.jit(
-    do_not_specialize=["row", "num_ids", "max_pages", "batch", "num_items", "tiles_per_split", "merge"],
+    do_not_specialize=["row", "num_ids", "max_pages", "batch", "most_splits", "tiles_per_split", "merge"],
     do_not_specialize_on_alignment=["page_ids", "lens"],
 )
 def _paged_decode_kernel(
-    io, k, v, k_descale, v_descale, workspace,
-    page_ids, row, lens, num_ids, max_pages, steps,
-    qk_scale, out_scale, soft_cap, batch, num_items, tiles_per_split, merge,
+    page_ids, lens, row, num_ids, max_pages, batch, most_splits, tiles_per_split, steps,
+    io, k, v, k_descale, v_descale, workspace, qk_scale, out_scale, soft_cap, merge,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Attends the rows of one tile, (query token, head of the group) pairs, to one split of one sequence.
 
     Args:
+        page_ids, lens, row, num_ids, max_pages, steps: of a `Table`; steps: `TableSteps`. What locates keys
+            comes first: AMD loads the first 56 bytes of arguments into registers before a program begins.
+        most_splits: with an even share the most splits of all sequences together, else those of a sequence,
+            for each KV head and row block. Programs run fastest over those heads.
+        tiles_per_split: key tiles of a split where the sequence alone decides on its splits; None for 1.
         io: `Rows`. k, v: `KVPointers`. k_descale, v_descale: `Descale`. workspace: `Workspace`.
-        page_ids, row, lens, num_ids, max_pages, steps: of a `Table`; steps: `TableSteps`.
         qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
-        num_items: the most splits of all sequences together, for each KV head and row block. Programs run
-            fastest over those heads.
-        tiles_per_split: key tiles of a split where the sequence alone decides on its splits.
         merge: whether the last split to arrive merges, instead of a second kernel.
         SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
@@ -98,15 +98,14 @@ def _paged_decode_kernel(
     item = tl.program_id(0) // HEAD_PROGRAMS
     if RULES.even:
         seq, first_item, num_splits = even_split(
-            table, io.ranges, batch, num_items, item, True, SIZES.q_len, RULES.window_left, SIZES.page_size,
+            table, io.ranges, batch, most_splits, item, True, SIZES.q_len, RULES.window_left, SIZES.page_size,
             SIZES.ragged, BLOCKS.n,
         )  # fmt: skip
         if num_splits == 0:
             return
     else:
-        max_splits = num_items // batch
-        seq = item // max_splits
-        first_item = seq * max_splits
+        seq = item // most_splits
+        first_item = seq * most_splits
     rows = row_block * BLOCKS.m + tl.arange(0, BLOCKS.m)
     row_mask = rows < ROWS
     heads = kv_head * SIZES.gqa_ratio + rows % SIZES.gqa_ratio
@@ -124,7 +123,7 @@ def _paged_decode_kernel(
     first_tile, num_tiles = tiles_of(first, end_key, BLOCKS.n)
     split = item - first_item
     if not RULES.even:
-        num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
+        num_splits = splits_of_sequence(num_tiles, tiles_per_split, most_splits)
         if split >= num_splits:
             return
     begin = first_tile + (split * num_tiles) // num_splits

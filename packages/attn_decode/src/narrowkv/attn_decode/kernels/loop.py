@@ -109,14 +109,15 @@ def load_first_tiles(
     page, slot = locate_keys(
         table, keys.row_base, n, keys.first_key, keys.last_key, SIZES.page_size, RULES.int64_offsets
     )
+    # Before the words: loads return in order, and the loop waits for the ids first.
+    page_ids = load_page_ids(
+        table, keys.row_base, n + BLOCKS.n, keys.first_key, keys.last_key, SIZES.page_size
+    )
     k_scale, v_scale = load_scales(
         k_descale, v_descale, page, slot, keys, K, V, BLOCKS, SIZES.head_dim, RULES.native, True
     )
     dk, dv = tl.arange(0, BLOCKS.dk // K_WORD), tl.arange(0, BLOCKS.d // V.parts)
     k_words, v_words = load_tiles(page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES, K_WORD)
-    page_ids = load_page_ids(
-        table, keys.row_base, n + BLOCKS.n, keys.first_key, keys.last_key, SIZES.page_size
-    )
     return k_scale, v_scale, k_words, v_words, page_ids
 
 
@@ -195,7 +196,8 @@ def attend_to_tiles(
             page_ids = load_page_ids(
                 table, keys.row_base, later, keys.first_key, keys.last_key, SIZES.page_size
             )
-            k_ahead, v_ahead = load_tiles(page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, SIZES, K_WORD)
+            k_off = kv_offsets(page, slot, k, keys.kv_head, dk, K.vec, False)
+            v_off = kv_offsets(page, slot, v, keys.kv_head, dv, V.vec, True)
         else:
             if not AHEAD:
                 page, slot = locate_keys(
@@ -218,6 +220,8 @@ def attend_to_tiles(
             k_scale = scale_as_number(k_scale, K.descale, RULES.native)
             v_scale = scale_as_number(v_scale, V.descale, False)
         s, k_factor = tile_scores(q, q_low, k_words, k_scale, K, RULES)  # [BLOCK_M, BLOCK_N]
+        if PREFETCH:
+            k_ahead = load_words(k, k_off, K_WORD, SIZES.head_dim, BLOCKS.dk)
         if KEY_FACTORS:
             s *= (k_factor * logit_scale)[None, :]
         elif not FOLDED:
@@ -241,6 +245,8 @@ def attend_to_tiles(
             s, attended, None, v_words, v_scale, row_scale if FOLDED else None, acc, m, l, v_largest,
             V, RULES, RULES.acc_parts,
         )  # fmt: skip
+        if PREFETCH:
+            v_ahead = load_words(v, v_off, V.parts, SIZES.v_head_dim, BLOCKS.d)
     return acc, m, l, v_largest
 
 

@@ -15,12 +15,12 @@ _WEIGHT = tl.constexpr(2.0**-16)  # the largest weight of a state in sums
 
 
 @triton.jit(
-    do_not_specialize=["row", "num_ids", "max_pages", "batch", "num_items", "tiles_per_split"],
+    do_not_specialize=["row", "num_ids", "max_pages", "batch", "most_splits", "tiles_per_split"],
     do_not_specialize_on_alignment=["page_ids", "lens"],
 )
 def _merge_splits_kernel(
-    io, v_descale, workspace, page_ids, row, lens, num_ids, max_pages, steps,
-    out_scale, batch, num_items, tiles_per_split,
+    page_ids, lens, row, num_ids, max_pages, batch, most_splits, tiles_per_split, steps,
+    workspace, io, v_descale, out_scale,
     SIZES: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One output row per program, merged from all its splits; a row of one split is there already.
@@ -46,16 +46,15 @@ def _merge_splits_kernel(
     row_of_head = tl.program_id(0) % ROWS
     if RULES.even:
         _, first_item, num_splits = even_split(
-            table, io.ranges, batch, num_items, seq, False, SIZES.q_len, RULES.window_left, SIZES.page_size,
+            table, io.ranges, batch, most_splits, seq, False, SIZES.q_len, RULES.window_left, SIZES.page_size,
             SIZES.ragged, BLOCKS.n,
         )  # fmt: skip
     else:
-        max_splits = num_items // batch
         kv_len = sequence_length(table, seq, seq < batch, SIZES.page_size, SIZES.ragged)
         first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, SIZES.q_len, RULES.window_left)
         _, num_tiles = tiles_of(first, end_key, BLOCKS.n)
-        num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
-        first_item = seq * max_splits
+        num_splits = splits_of_sequence(num_tiles, tiles_per_split, most_splits)
+        first_item = seq * most_splits
     if RULES.early:
         await_previous_launch()
     if num_splits == 1:

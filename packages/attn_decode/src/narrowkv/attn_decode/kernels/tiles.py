@@ -26,11 +26,11 @@ class Rows(NamedTuple):
     """
 
     q: Any
+    q_token: Any
+    q_head: Any
     o: Any
     lse: Any
     sinks: Any
-    q_token: Any
-    q_head: Any
     o_token: Any
     o_head: Any
     lse_token: Any
@@ -231,6 +231,8 @@ def even_split(
 
 
 @triton.jit
-def splits_of_sequence(num_tiles, tiles_per_split, max_splits):
-    """Splits of a sequence if only its own key tiles decide."""
-    return tl.maximum(tl.minimum(tl.cdiv(num_tiles, tiles_per_split), max_splits), 1)
+def splits_of_sequence(num_tiles, tiles_per_split, most_splits):
+    """Splits of a sequence if only its own key tiles decide; `tiles_per_split` None is 1."""
+    if tiles_per_split is not None:
+        num_tiles = tl.cdiv(num_tiles, tiles_per_split)
+    return tl.maximum(tl.minimum(num_tiles, most_splits), 1)
