@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tool_modules import load_tool
@@ -10,12 +12,14 @@ from tool_modules import load_tool
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.attn_decode.config import choose_config as choose_decode
 from narrowkv.attn_prefill import PrefillShape
-from narrowkv.attn_prefill.tiles import fused_config, split_config
+from narrowkv.attn_prefill.tiles import dense_config, fused_config, split_config
 from narrowkv.runtime.targets import TARGETS, Target
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8 import config as sparse
+from narrowkv.sparse_fp8.indexer.config import columns_of_program
 
 TOOL = load_tool("choices")
+PACKAGES = Path(__file__).resolve().parent.parent / "packages"
 
 
 @pytest.mark.parametrize("operation", TOOL.TABLES)
@@ -41,6 +45,8 @@ def _shares(target: Target) -> dict[str, int]:
         "fused prefill": fused_config(target, _CHUNK, 64, "", large_head=False).num_splits,
         "split prefill": split_config(target, _CHUNK, (0, 16), 16, "").num_splits,
         "sparse": sparse.choose_splits(target, rows, 1, 128, 2048),
+        "dense prefill": dense_config(target, _CHUNK, 64, "", large_head=False, plain=True).num_splits,
+        "indexer": -columns_of_program(target, 64, 1, 16384),
     }
 
 
@@ -55,3 +61,20 @@ def test_a_devices_own_compute_units_decide_how_many_programs_share_keys(name: s
         _shares(replace(TARGETS[name], compute_units=units))["decode"] for units in (20, 38, 80, 228, 304)
     ]
     assert decodes == [units * decodes[0] // 20 for units in (20, 38, 80, 228, 304)]
+
+
+# Chips' own figures: published ones, the virtual GPU's chips, and the timing model's machines.
+_FIGURES = ("runtime/figures.py", "virtual_gpu/chips.py", "timing/machine.py")
+
+
+def test_no_kernel_or_configuration_names_a_chips_compute_units() -> None:
+    """Of an MI300X, an MI300A, one of their dies, and an H100."""
+    named = [
+        (path, node.lineno)
+        for path in PACKAGES.glob("*/src/**/*.py")
+        if not path.as_posix().endswith(_FIGURES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and type(node.value) is int and node.value in (304, 228, 38, 132)
+    ]
+    assert not named
+    assert all(list(PACKAGES.glob(f"*/src/**/{name}")) for name in _FIGURES)

@@ -9,10 +9,13 @@ import pytest
 import torch
 from generated_code import both_targets, emulate
 
+from narrowkv.attn_prefill.tiles import xcd_rows
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.accuracy import relative_l1
+from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import compile_for, executing
+from narrowkv.runtime.targets import TARGETS
 from narrowkv.testing.cases.cache import copy_cache
 from narrowkv.testing.cases.decode import K8V4
 from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
@@ -70,6 +73,19 @@ CASES: dict[str, PrefillCase] = {
 def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
     result, _ = emulate(CASES[name], target)
     assert result.passed, result.detail
+
+
+@both_targets
+@pytest.mark.parametrize("kernel", ["dense", "fused"])
+def test_programs_ordered_for_eight_xcds(kernel: str, target: str) -> None:
+    case = PrefillCase(
+        q_lens=(70,), lens=(100,), num_kv_heads=3, gqa_ratio=8, head_dim=64, kernel=kernel
+    )  # fmt: skip
+    result, _ = emulate(case, target)
+    assert result.passed, result.detail
+    order = xcd_order(TARGETS[target].xcds, 3, xcd_rows(TARGETS[target], case.inputs().plan().shape, 64))
+    assert order is not None
+    assert order.rows * order.columns <= 3 * -(-70 * 8 // 64)
 
 
 @both_targets

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from generated_code import both_targets
+from generated_code import both_targets, emulate
 
+from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import executing, run_as
+from narrowkv.runtime.targets import TARGETS
 from narrowkv.sage import plan_sage
+from narrowkv.sage.config import choose_config
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.emulation import EmulateExecutor
 
@@ -41,3 +44,15 @@ def test_the_pre_pass_stores_what_the_interpreted_one_does(
         stored[-1] += [plan._scratch[name].clone() for name in ("q_codes", "q_descale")]
     for interpreted, emulated in zip(*stored, strict=True):
         assert torch.equal(interpreted.view(torch.uint8), emulated.view(torch.uint8))
+
+
+@pytest.mark.slow
+@both_targets
+def test_programs_ordered_for_eight_xcds(target: str) -> None:
+    """Six heads of eight tiles of rows: one period of the shipped order."""
+    case = W(q_lens=(1000,), k_lens=(1000,), num_kv_heads=3, causal="bottom_right")
+    order = xcd_order(TARGETS[target].xcds, 6, choose_config(TARGETS[target]).xcd_rows)
+    assert order is not None
+    assert order.rows * order.columns == 6 * 8
+    result, _ = emulate(case, target)
+    assert result.passed, result.detail

@@ -14,6 +14,7 @@ from narrowkv.runtime.attention import xcds
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import TARGETS, Target
 from narrowkv.sage import config as sage_config
+from narrowkv.testing.cases.decode import DecodeCase
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseCase
@@ -41,10 +42,8 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[xcds.XcdOrder | None]:
         found.append(real(*sizes))
         return found[-1]
 
-    for module in ("attn_prefill", "sage", "sparse_fp8"):
-        monkeypatch.setattr(
-            f"narrowkv.{module}.launch{'' if module == 'attn_prefill' else 'es'}.xcd_order", recorded
-        )
+    for module in ("attn_decode.launch", "attn_prefill.launch", "sage.launches", "sparse_fp8.launches"):
+        monkeypatch.setattr(f"narrowkv.{module}.xcd_order", recorded)
     return found
 
 
@@ -97,6 +96,21 @@ def test_sparse(mode: str, orders: list[xcds.XcdOrder | None], monkeypatch: pyte
     assert orders[0] is not None
     assert _moves(orders[0], 4 * 2)
     monkeypatch.setattr("narrowkv.sparse_fp8.launches.xcd_order", lambda *_: None)
+    results.append(_bits(case.inputs().call, QUARTER))
+    for ordered, plain in zip(*results, strict=True):
+        assert torch.equal(ordered, plain)
+
+
+@pytest.mark.parametrize("split", ["even", "per_sequence", "none"])
+def test_decode(split: str, orders: list[xcds.XcdOrder | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks of rows of one KV head read the same keys."""
+    case = DecodeCase(
+        lens=(130, 60, 17, 200), q_len=17, num_kv_heads=1, gqa_ratio=8, head_dim=64, split=split
+    )
+    results = [_bits(case.inputs().call, QUARTER)]
+    assert orders[0] is not None
+    assert _moves(orders[0], 4 * 2)
+    monkeypatch.setattr("narrowkv.attn_decode.launch.xcd_order", lambda *_: None)
     results.append(_bits(case.inputs().call, QUARTER))
     for ordered, plain in zip(*results, strict=True):
         assert torch.equal(ordered, plain)

@@ -121,10 +121,14 @@ def code_row(figure: Figure) -> dict[str, Any]:
 
 
 def model_row(figure: Figure) -> dict[str, Any]:
-    """The hot loop of a call on a full chip."""
+    """The hot loop of a call on a full chip, and the time of all its launches."""
     family = family_of(figure)
-    p = main_model(model_call(figure.target, family.call, hbm_share=family.hbm_share)).full
+    launches = model_call(figure.target, family.call, hbm_share=family.hbm_share)
+    p = main_model(launches).full
     row = {**vars(figure), "kernel": p.kernel, "waves_per_unit": p.waves_per_unit}
+    if figure.table == "large":  # calls of full size
+        row["model_call_us"] = 1e6 * sum(launch.prediction.seconds for launch in launches)
+        row["model_call_flops"] = main_model(launches).prediction.flops
     if p.loop is not None and p.flops:
         row |= {
             "model_loop_clocks": p.loop.clocks, "model_matrix_share": p.matrix_share,

@@ -681,22 +681,35 @@ GOALS: dict[str, tuple[float | None, float | None]] = {
 }  # fmt: skip
 
 
+# Rows like the published points of `amd-attention`: 16-bit products under a causal mask.
+_LIKE_PUBLISHED = ("dense prefill, FP8 cache", "dense prefill, bf16 cache", "append, then attend, FP8 cache")
+
+
 def goals_table() -> str:
-    """Rates of the hot loops beside their goals; what misses its goal is bold."""
+    """Rates of the hot loops beside their goals and of whole calls; what misses its goal is bold."""
     body = []
+    factors = load("amd-attention")["factors"]
     for name, goals in GOALS.items():
         table_name = "large" if "cache" in name or name == "prefill, FP8 queries" else "families"
         for target, goal in zip(("gfx942", "gfx950"), goals, strict=True):
             found = rows("amd-model", table=table_name, target=target)
             (row,) = [row for row in found if row["name"] == name]
-            peak = row["model_flops_at_peak_clock"] / 1e12
+            peak, rate = row["model_flops_at_peak_clock"] / 1e12, row["model_flops_per_s"] / 1e12
+            factor = min(factors[f"{target}, causal"], 1.0) if name in _LIKE_PUBLISHED else None
+            call = "-"
+            if table_name == "large":
+                per_us = row["model_call_flops"] / row["model_call_us"] / 1e6
+                call = f"{row['model_call_us']:.0f} us, {per_us:.0f}"
             body.append([
                 name, target, "-" if goal is None else f"{goal:.0f}",
                 f"**{peak:.0f}**" if goal is not None and peak < goal else f"{peak:.0f}",
-                f"{row['model_flops_per_s'] / 1e12:.0f}", f"{row['model_matrix_share']:.0%}",
-                row["model_bound"], row["model_waits"],
+                f"{rate:.0f}", "-" if factor is None else f"{factor * rate:.0f}", call,
+                f"{row['model_matrix_share']:.0%}", row["model_bound"], row["model_waits"],
             ])  # fmt: skip
-    heads = ["call", "target", "goal", "at peak clock", "model", "matrix busy", "bound by", "largest waits"]
+    heads = [
+        "call", "target", "goal", "at peak clock", "model", "expected", "whole call", "matrix busy",
+        "bound by", "largest waits",
+    ]  # fmt: skip
     return table(heads, body) + amd_source("amd-model")
 
 
@@ -829,12 +842,13 @@ def attention_points_table() -> str:
 def xcds_table() -> str:
     """Launches in their own order and in that for several XCDs, modelled: `tools/xcd_figures.py`."""
     heads = [
-        "kernel", "call", "target", "L2 serves", "ordered", "last XCD over the mean", "ordered", "speed-up"
+        "kernel", "call", "target", "L2 serves", "ordered", "HBM serves", "last XCD over the mean", "ordered",
+        "speed-up",
     ]  # fmt: skip
     return table(heads, [
         [
             row["family"], row["what"], row["target"], f"{row['l2_hits']:.0%}",
-            f"{row['l2_hits_ordered']:.0%}",
+            f"{row['l2_hits_ordered']:.0%}", f"{row['hbm_ordered']:.1%}",
             f"{row['last']:.2f}", f"{row['last_ordered']:.2f}", f"{row['speedup']:.2f}",
         ]
         for row in rows("amd-xcds")

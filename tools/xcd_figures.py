@@ -35,7 +35,10 @@ _TRACED = {
     "dense prefill": "prefill:q_lens=704,lens=1024,kv_heads=12,ratio=8,head_dim=128,clean=1,kernel=dense",
     "Sage, int8": "",
     "sparse, 16-bit rows": "",
+    "decode, bf16": "",
+    "decode, E4M3FN": "",
 }
+_OWN_KEYS = ("sparse", "decode")  # every row of programs reads keys of its own
 
 
 @dataclass(frozen=True)
@@ -109,14 +112,21 @@ def launches(target: str) -> Iterator[Launch]:
     yield sage(40, 40, 16384, False)
     what = "128 heads, 4096 tokens, top-k 2048"
     yield Launch("sparse, 16-bit rows", what, 16, 512, 2, np.full(512, 32), 64, 64 * 1152, 1)
+    # A column is a block of rows of a split on one of eight XCDs.
+    splits = MACHINES[target].compute_units * 4 // 8
+    for family, item in (("decode, bf16", 2), ("decode, E4M3FN", 1)):
+        what = "1 KV head, 2 blocks of rows, 2048 keys a split"
+        yield Launch(family, what, 16, splits, 2, np.full(splits, 64), 32, 32 * 2 * 128 * item, 1)
 
 
-def modelled(launch: Launch, traced: Modelled, target: str, ordered: bool) -> tuple[float, float, float]:
-    """Share that L2 serves, the last XCD's time over the mean, and the time of the launch in clocks."""
+def modelled(
+    launch: Launch, traced: Modelled, target: str, ordered: bool
+) -> tuple[float, float, float, float]:
+    """Shares that L2 and HBM serve, the last XCD's time over the mean, and the launch's time in clocks."""
     machine, held = MACHINES[target], traced.full.workgroups_per_unit
     row, column = launch.programs(machine.xcds, ordered)
     tiles, stream = launch.tiles[row], column // launch.shared
-    if launch.family.startswith("sparse"):  # the rows of a token are its own
+    if launch.family.startswith(_OWN_KEYS):
         stream = row * launch.columns + stream
     reads = Reads(stream, np.zeros_like(tiles), tiles, launch.tile_bytes)
     caches = cache_shares(reads, machine, workgroups_per_unit=held)
@@ -126,10 +136,12 @@ def modelled(launch: Launch, traced: Modelled, target: str, ordered: bool) -> tu
     clocks = p.loop.first_pass + p.loop.after + tiles * passes * p.loop.clocks
     slots = held * machine.compute_units
     time = until_the_last_ends(clocks, slots, machine.xcds)
-    return caches.l2_hits, time * slots / float(clocks.sum()), time
+    return caches.l2_hits, caches.hbm, time * slots / float(clocks.sum()), time
 
 
 def _keys_of_a_pass(launch: Launch, target: str) -> int:
+    if launch.family.startswith("decode"):
+        return launch.tile_keys
     return 32 if launch.family.startswith("sparse") and target == "gfx942" else 64
 
 
@@ -145,8 +157,9 @@ def main() -> None:
             plain, ordered = (modelled(launch, traced[launch.family], target, each) for each in (False, True))
             rows.append({
                 "family": launch.family, "what": launch.what, "target": target,
-                "l2_hits": plain[0], "l2_hits_ordered": ordered[0], "last": plain[1],
-                "last_ordered": ordered[1], "speedup": plain[2] / ordered[2],
+                "l2_hits": plain[0], "l2_hits_ordered": ordered[0], "hbm_ordered": ordered[1],
+                "last": plain[2],
+                "last_ordered": ordered[2], "speedup": plain[3] / ordered[3],
             })  # fmt: skip
             print(rows[-1], flush=True)
     body = {

@@ -77,6 +77,7 @@ class DecodeConfig:
         k_parts, v_parts: elements per word that K and V are read in; see `narrowkv.quant.device.widen_parts`.
         options: compiler options of the attention kernel.
         merge: of the second kernel.
+        xcd_items: splits whose programs run on one XCD, see `xcd_order`; 0 for the order of the launch.
         prefetch: what is loaded a tile before it is needed: "pages", page ids; "tile", where all rows attend
             to the same keys, keys, values and scales, too; "", nothing.
         tuned: where the configuration is from, and what it gains, if it is not the shipped one.
@@ -94,6 +95,7 @@ class DecodeConfig:
     options: LaunchOptions
     prefetch: str = ""
     merge: MergeTile = field(default_factory=MergeTile)
+    xcd_items: int = 0
     tuned: str = ""
 
     def explain(self, shape: DecodeShape) -> str:
@@ -427,6 +429,15 @@ def _large_call(
     return block_n, options, max(1, slots // warps), False
 
 
+def _xcd_items(target: Target, shape: DecodeShape, row_blocks: int) -> int:
+    """Splits whose programs run on one XCD, where several blocks of rows read the same keys.
+
+    Model (`python tools/xcd_figures.py`), two blocks: bf16 1.06 and 1.07 times as fast (gfx942, gfx950), FP8
+    1.04. Blocks of multiples of `xcds` KV heads are on one XCD in any order.
+    """
+    return int(target.xcds > 1 and row_blocks > 1 and shape.num_kv_heads % target.xcds > 0)
+
+
 def _shipped_config(
     target: Target,
     shape: DecodeShape,
@@ -506,5 +517,5 @@ def _shipped_config(
         merge = amd_merge_tile(num_items // max(shape.batch, 1))
     return DecodeConfig(
         block_m, block_n, split, num_items, tiles_per_split, merge_in_launch, chosen, k_parts, v_parts,
-        options, prefetch, merge,
+        options, prefetch, merge, _xcd_items(target, shape, row_blocks),
     )  # fmt: skip

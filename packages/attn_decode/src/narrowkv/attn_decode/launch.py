@@ -14,6 +14,7 @@ from narrowkv.paged_cache.binding import PTX8, BoundCache, Reading, ReadOptions,
 from narrowkv.paged_cache.bound_table import BoundTable
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.quant.formats import get_format
+from narrowkv.runtime.attention.xcds import XcdOrder, xcd_order
 from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, Part, PreparedCall, launch_by_name
 from narrowkv.runtime.targets import Target
 
@@ -164,11 +165,18 @@ def constants_of(
             q_format=get_format(shape.q_dtype).name if shape.q_dtype.itemsize == 1 else "",
             acc_parts=multiplied_parts(target, block_d, v_stored.parts) if tall else v_stored.parts,
             q_in_shared=target.vendor == "nvidia" and config.block_m >= 64 and not native,
+            order=_order(target, shape, config),
         ),
         "BLOCKS": Blocks(
             config.block_m, config.block_n, block_d, max(block_dk, SCALED_DOT_DEPTH) if native else block_dk
         ),
     }
+
+
+def _order(target: Target, shape: DecodeShape, config: DecodeConfig) -> XcdOrder | None:
+    """The order of programs; a split has one for each block of rows of each KV head."""
+    programs = shape.num_kv_heads * -(-shape.q_len * shape.gqa_ratio // config.block_m)
+    return xcd_order(target.xcds, target.xcds * config.xcd_items * programs, 1)
 
 
 def allocated(ml_offset: int, counters: bool) -> PartialResults:

@@ -46,6 +46,7 @@ from narrowkv.runtime.attention.results import (
     write_rows,
 )
 from narrowkv.runtime.attention.softmax import SoftCap, multiply_values
+from narrowkv.runtime.attention.xcds import program_on_its_xcd
 
 
 # Values that serving changes from step to step: the kernel is not compiled again for them.
@@ -92,10 +93,11 @@ def _paged_decode_kernel(
     )
     if RULES.early:
         begin_next_launch()
-    head_program = tl.program_id(0) % HEAD_PROGRAMS
+    program = program_on_its_xcd(tl.program_id(0), tl.num_programs(0), RULES.order)
+    head_program = program % HEAD_PROGRAMS
     kv_head = head_program % SIZES.num_kv_heads
     row_block = head_program // SIZES.num_kv_heads
-    item = tl.program_id(0) // HEAD_PROGRAMS
+    item = program // HEAD_PROGRAMS
     if RULES.even:
         seq, first_item, num_splits = even_split(
             table, io.ranges, batch, most_splits, item, True, SIZES.q_len, RULES.window_left, SIZES.page_size,

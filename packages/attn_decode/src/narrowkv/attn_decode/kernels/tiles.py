@@ -93,6 +93,7 @@ class Rules(NamedTuple):
         registers: the loop is `attend_in_registers`, which loads the cache to registers without shared
             memory.
         q_format: the FP8 format of Q, which is loaded as bytes; "" for 16-bit queries.
+        order: see `program_on_its_xcd`; an `XcdOrder`, or None.
     """
 
     compute: Any
@@ -118,6 +119,7 @@ class Rules(NamedTuple):
     butterflies: int = 0
     registers: bool = False
     q_format: str = ""
+    order: Any = None
 
 
 class Blocks(NamedTuple):
