@@ -389,14 +389,20 @@ def _kind_of(
     return "fp8" if fast and target.is_nvidia else ""
 
 
-def _wide_head_tile(formats: tuple[str, str], compute_units: float) -> tuple[int, LaunchOptions, int]:
+def _wide_head_tile(
+    formats: tuple[str, str], q_len: int, compute_units: float
+) -> tuple[int, LaunchOptions, int]:
     """Keys of a tile, options and programs of a KV head, on NVIDIA with heads wider than 256.
 
     Four warps share 512 channels of 16 rows at 254 registers, so that two programs share a multiprocessor of
-    sm90; with two warps 416 bytes of a thread are spilled.
+    sm90; with two warps 416 bytes of a thread are spilled. Beside the masks of several query tokens four
+    spill 568 bytes (bf16, 320 channels), and eight take 220 registers. Without the limit the compiler stops
+    at 128 for FP8 and spills 8 bytes.
     """
     half = any(get_format(name).bits == 16 for name in formats)
-    return 32, LaunchOptions(num_warps=4, num_stages=2 if half else 3), max(1, int(compute_units * 2))
+    warps = 4 if q_len == 1 else 8
+    options = LaunchOptions(num_warps=warps, num_stages=2 if half else 3, maxnreg=None if warps == 4 else 224)
+    return 32, options, max(1, int(compute_units * _RESIDENT / warps))
 
 
 def _large_call(
@@ -481,7 +487,9 @@ def _shipped_config(
         if splits and split is None:
             split, slots = "per_sequence" if splits > 1 else "none", shape.batch * splits
     elif shape.head_dim > 256 and target.name != "cpu":
-        block_n, options, slots = _wide_head_tile((k_format, v_format), compute_units / head_programs)
+        block_n, options, slots = _wide_head_tile(
+            (k_format, v_format), shape.q_len, compute_units / head_programs
+        )
     elif latency_bound and block_m == 16:
         kind = _kind_of(target, (k_format, v_format), narrow_head, groups=groups, unpacks=unpacks, fast=fast)
         block_n, options, slots, prefetch, short_split = _short_call(
