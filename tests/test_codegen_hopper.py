@@ -91,3 +91,13 @@ def test_no_product_is_32_columns_wide(changes: dict[str, Any], sm90_code: Any) 
     """Triton 3.6 gets those wrong beside wider ones."""
     attend = _decode(sm90_code, 1024, 4, q_len=8, **changes)[0]
     assert "HGMMA.64x32" not in attend.machine_code()
+
+
+@pytest.mark.sampled(always=[{"fmt": "fp8_e4m3fn", "head_dim": 512, "q_len": 1}], most=2)
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("head_dim", [320, 512])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "int8", "int4", "fp4_e2m1", K8V4], ids=str)
+def test_heads_wider_than_256_spill_nothing(fmt: Any, head_dim: int, q_len: int, sm90_code: Any) -> None:
+    attend = _decode(sm90_code, 8192, 64, format=fmt, head_dim=head_dim, q_len=q_len)[0]
+    assert attend.stack_bytes() == 0
+    assert attend.shared_bytes <= 227 * 1024

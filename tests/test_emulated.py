@@ -83,6 +83,13 @@ DECODE = {
     "page size 1": SMALL + "page_size=1,layout=tokens,clean=1",
     "page size 3, head_dim 80": "head_dim=80,kv_heads=1,split=none,page_size=3,ratio=3,clean=1",
     "head_dim 256, off 16-byte boundaries": SMALL + "head_dim=256,layout=padded,clean=1,lens=40",
+    "head_dim 512, a tile ahead": "kv_heads=1,ratio=8,head_dim=512,lens=37+20,split=none,format=fp8_e4m3fn",
+    "head_dim 512, bf16": "kv_heads=1,ratio=4,head_dim=512,lens=40,split=none,format=bf16",
+    "head_dim 512, NVFP4 and a window": (
+        "kv_heads=1,ratio=8,head_dim=512,lens=37,split=none,window=20,"
+        "format=fp4_e2m1,group=16,scale_format=e4m3"
+    ),
+    "head_dim 320, two tokens of 32 rows": "kv_heads=1,ratio=12,q_len=2,head_dim=320,lens=37,split=none",
     "vectorised layout": SMALL + "layout=vectorised,clean=1",
     "vectorised bf16": SMALL + "layout=vectorised,format=bf16",
     "HND, ragged table": SMALL + "layout=HND,table=ragged,clean=1",

@@ -10,10 +10,10 @@ import pytest
 from tool_modules import load_tool
 
 from narrowkv.runtime.launch import recording
-from narrowkv.testing.traffic import Step
+from narrowkv.testing.traffic import LayerStep
 
 TOOL = load_tool("measured_goals")
-STEPS = [line for line in TOOL.lines() if isinstance(line.step, Step)]
+STEPS = [line for line in TOOL.lines() if isinstance(line.step, LayerStep)]
 
 
 def test_each_line_and_choice_has_a_name_of_its_own() -> None:

@@ -14,7 +14,7 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.targets import TARGETS, get_target, least_columns
 from narrowkv.sage import config as sage
 
-HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 320, 512)
 FORMATS = [
     *((each, each) for each in ("bf16", "fp16", "fp8_e4m3fn", "fp8_e5m2", "fp4_e2m1", "int8")),
     ("fp8_e4m3fn", "fp4_e2m1"), ("int8", "int4"),

@@ -30,7 +30,7 @@ from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
 from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
 from narrowkv.testing.checking import check
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 320, 512)
 FORMATS: dict[str, dict[str, Any]] = {
     **{
         name: {"format": name}

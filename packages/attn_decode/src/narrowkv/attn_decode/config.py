@@ -119,8 +119,8 @@ class DecodeConfig:
         )
 
 
-def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
-    """The kernel for a target and a key format, or the one that is forced.
+def choose_kernel(target: Target, k_format: str, kernel: str | None, *, head_dim: int = 128) -> str:
+    """The kernel for a target, a key format and a head_dim, or the one that is forced.
 
     "native" is used only when forced. Model, gfx950, the share of the time that HBM is busy, by `narrowkv
     inspect model --case decode:format=fp4_e2m1,kernel=...,lens=2048,kv_heads=1,ratio=12,head_dim=128,
@@ -128,7 +128,7 @@ def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
     "native". A float16 Q is split into three terms for it, which makes it slower.
 
     Raises:
-        UnsupportedError: the forced kernel needs what the target or the format lacks.
+        UnsupportedError: the forced kernel needs what the target, the format or the heads lack.
     """
     check_choice("kernel", kernel or "decode", ("native", "decode"))
     lacks = (
@@ -136,6 +136,8 @@ def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
         if k_format != "fp4_e2m1"
         else f"scaled matrix instructions, which {target.name} lacks (gfx950 has them)"
         if not target.has_scaled_mfma
+        else f"heads of at most 256 channels, not {head_dim}"
+        if head_dim > 256
         else ""
     )
     if kernel == "native" and lacks:
@@ -164,14 +166,20 @@ def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
 _CLOCKS_OF_ROWS = {64: 23, 128: 36}
 
 
-def rows_of_tile(target: Target, rows: int, *, fast: bool) -> int:
+def rows_of_tile(target: Target, rows: int, *, fast: bool, head_dim: int) -> int:
     """Rows of a tile; each tile reads all keys.
+
+    Tiles of heads wider than 256 have few rows: of more rows Q and the sums take more registers than a wave
+    or warp has (sm90 spills at 32 rows, gfx942 at 64).
 
     Args:
         target: what the kernel will run on.
         rows: query tokens times query heads of a KV head.
         fast: the cache is FP8 and heads have at most 128 channels: more rows leave enough registers on AMD.
+        head_dim: channels of a head.
     """
+    if head_dim > 256 and target.name != "cpu":
+        return 16 if rows <= 16 or not target.is_amd else 32
     if rows <= 64:
         return max(16, 1 << (rows - 1).bit_length())
     if target.is_amd:
@@ -395,6 +403,22 @@ def _kind_of(
     return "fp8" if fast and target.is_nvidia else ""
 
 
+def _wide_head_tile(
+    formats: tuple[str, str], q_len: int, compute_units: float
+) -> tuple[int, LaunchOptions, int]:
+    """Keys of a tile, options and programs of a KV head, on NVIDIA with heads wider than 256.
+
+    Four warps share 512 channels of 16 rows at 254 registers, so that two programs share a multiprocessor of
+    sm90; with two warps 416 bytes of a thread are spilled. Beside the masks of several query tokens four
+    spill 568 bytes (bf16, 320 channels), and eight take 220 registers. Without the limit the compiler stops
+    at 128 for FP8 and spills 8 bytes.
+    """
+    half = any(get_format(name).bits == 16 for name in formats)
+    warps = 4 if q_len == 1 else 8
+    options = LaunchOptions(num_warps=warps, num_stages=2 if half else 3, maxnreg=None if warps == 4 else 224)
+    return 32, options, max(1, int(compute_units * _RESIDENT / warps))
+
+
 def _large_call(
     target: Target, shape: DecodeShape, formats: tuple[str, str], block_m: int, slots: int, *, groups: bool,
     unpacks: bool, fast: bool,
@@ -451,12 +475,12 @@ def _shipped_config(
     batch_invariant: bool,
 ) -> DecodeConfig:
     """The shipped configuration; see `choose_config`."""
-    chosen = choose_kernel(target, k_format, kernel)
+    chosen = choose_kernel(target, k_format, kernel, head_dim=shape.head_dim)
     k_parts = 1 if chosen == "native" else parts_of(target, k_format, is_key=True)
     rows = shape.q_len * shape.gqa_ratio
     narrow_head = shape.head_dim <= 128
     fast = narrow_head and k_format.startswith(_FP8_PREFIX) and v_format.startswith(_FP8_PREFIX)
-    block_m = rows_of_tile(target, rows, fast=fast)
+    block_m = rows_of_tile(target, rows, fast=fast, head_dim=shape.head_dim)
     # 64 rows are the matrix instruction that takes V from shared memory as it lies there.
     v_parts = parts_of(target, v_format, is_key=block_m >= 64)
     row_blocks = -(-rows // block_m)
@@ -488,6 +512,8 @@ def _shipped_config(
             block_n, splits = amd_splits(shape.batch, shape.capacity, block_n, units, small)
             if splits:
                 split, slots = "per_sequence" if splits > 1 else "none", shape.batch * splits
+    elif shape.head_dim > 256 and target.name != "cpu":
+        block_n, options, slots = _wide_head_tile((k_format, v_format), shape.q_len, units)
     elif latency_bound and block_m == 16:
         kind = _kind_of(target, (k_format, v_format), narrow_head, groups=groups, unpacks=unpacks, fast=fast)
         block_n, options, slots, prefetch, short_split = _short_call(shape, units, kind, narrow_head)
@@ -497,9 +523,7 @@ def _shipped_config(
             target, shape, (k_format, v_format), block_m, slots, groups=groups, unpacks=unpacks, fast=fast
         )
 
-    if shape.capacity <= block_n:
-        split = split or "none"
-    split = split or "even"
+    split = split or ("none" if shape.capacity <= block_n else "even")
     if tokens_per_split or batch_invariant:
         tiles = max(1, -(-shape.capacity // block_n))
         split, tiles_per_split = "fixed", -(-(tokens_per_split or _INVARIANT_TOKENS) // block_n)

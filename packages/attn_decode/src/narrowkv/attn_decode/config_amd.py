@@ -122,6 +122,8 @@ def amd_tile(
         scale_group: FP4's channels per scale, 0 for one scale per position and head.
         kernel: "decode" or "native".
     """
+    if head_dim > 256:
+        return _wide_head_tile(block_m, k_format, v_format, q_len=q_len, head_dim=head_dim)
     native, narrow_head = kernel == "native", head_dim <= 128
     warps = 1 if block_m <= 32 else 4
     block_n = 16 if not narrow_head else 32 if k_format in ("bf16", "fp16") else 64
@@ -155,6 +157,24 @@ def amd_tile(
     waves = 2 if ahead or (fits and roomy) else None
     options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16, waves_per_eu=waves)
     return block_n, options, prefetch
+
+
+def _wide_head_tile(
+    block_m: int, k_format: str, v_format: str, *, q_len: int, head_dim: int
+) -> tuple[int, LaunchOptions, str]:
+    """The tile of heads wider than 256, of 16 or 32 rows.
+
+    A wave that has 16 rows of 512 channels has no room for a second one beside it, so loads a tile ahead hide
+    the latency instead. Model, 8 rows over 2k keys of 512 channels, TB/s of a full chip, gfx942 and gfx950:
+    FP8 with one wave 2.4 and 3.6, a tile ahead 4.6 and 5.5, two waves a tile ahead 3.6 and 5.2, four waves
+    of 32 keys 1.4 and 3.6; bf16 with two waves a tile ahead 5.1 and 7.2, with one it spills, as do FP8
+    beside the masks of 320 channels and FNUZ on gfx950. 32 rows of bf16 spill with two waves on gfx942.
+    """
+    alike = block_m == 16 and q_len == 1
+    fp8 = {k_format, v_format} <= {"fp8_e4m3fn", "fp8_e5m2"}
+    warps = 4 if block_m == 32 else 1 if alike and fp8 and head_dim == 512 else 2
+    options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16)
+    return 16, options, "tile" if alike else ""
 
 
 def _prefetch(

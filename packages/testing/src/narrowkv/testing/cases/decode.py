@@ -208,7 +208,7 @@ K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 # sides of the field `format`.
 AXES: dict[str, tuple[Any, ...]] = {
     "gqa_ratio": (1, 2, 3, 5, 6, 7, 8, 12, 16, 17, 71),
-    "head_dim": (64, 80, 96, 128, 192, 256),
+    "head_dim": (64, 80, 96, 128, 192, 256, 320, 512),
     "page_size": (1, 3, 7, 16, 48, 64),
     "layout": LAYOUTS,
     "ragged": (False, True),
