@@ -36,7 +36,8 @@ def test_every_tile_is_right(operation: str, of: str, head_dim: int) -> None:
     rows = TOOL.measured_rows((operation, of, head_dim, "cuda", False))
     _print(rows)
     group = TOOL.FORMATS[of].get("scale_group") or 1
-    assert rows or head_dim % group or (operation, of) == ("append", "FP8 queries")
+    refused = (operation, of) == ("append", "FP8 queries") or (operation != "decode" and head_dim > 256)
+    assert rows or head_dim % group or refused
     assert not [row for row in rows if not row.passed]
 
 
