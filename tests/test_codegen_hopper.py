@@ -71,16 +71,24 @@ def test_fp4_goes_from_memory_to_registers_and_is_converted_two_numbers_at_once(
         assert len(re.findall(r"\bLDG\.E\.128\b", loop)) == 4  # K of a tile
 
 
-def test_two_programs_of_128_rows_fit(sm90_code: Any) -> None:
+def test_tiles_of_128_rows_and_128_keys_fit(sm90_code: Any) -> None:
     attend = _decode(sm90_code, 1024, 4, q_len=8)[0]
-    assert attend.registers() <= 128
-    assert attend.shared_bytes <= 113 * 1024
+    assert attend.stack_bytes() <= 16
+    assert attend.shared_bytes <= 227 * 1024
     loop = attend.product_loops()[0]
-    # 128 rows x 64 keys are 8 + 4 products of a warpgroup, issued together: a wait behind each is serial.
-    assert sum("HGMMA" in text for text in loop) == 12
+    # 128 rows x 128 keys are 8 + 8 products of a warpgroup, issued together: a wait behind each is serial.
+    assert sum("HGMMA" in text for text in loop) == 16
     assert sum("WARPGROUP" in text for text in loop) <= 6
     # No key is masked in this loop.
-    assert len(loop) <= 460  # with Triton 3.8.0; 430 with 3.9.0
+    assert len(loop) <= 690  # with Triton 3.8.0
+
+
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("changes", [{}, {"format": K8V4}, {"format": "fp4_e2m1"}], ids=str)
+def test_widened_values_do_not_pass_through_shared_memory(changes: dict[str, Any], sm90_code: Any) -> None:
+    """Triton 3.8 lays out one result of inline assembly as a product reads it, and stores the others."""
+    (attend,) = _decode(sm90_code, 8192, 64, **changes)
+    assert not re.search(r"local_alloc %\S+ : \(tensor<(32|64)x\d+xf16", attend.compiled.asm["ttgir"])
 
 
 @pytest.mark.sampled(most=1)

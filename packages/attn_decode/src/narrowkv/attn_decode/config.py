@@ -188,9 +188,12 @@ def rows_of_tile(target: Target, rows: int, *, fast: bool, head_dim: int) -> int
 
 
 def _tall_tile(
-    target: Target, block_m: int, row_blocks: int, *, fast: bool, narrow_head: bool
+    target: Target, block_m: int, row_blocks: int, *, fast: bool, narrow_head: bool, has_fp4: bool
 ) -> tuple[int, LaunchOptions, int]:
-    """Keys and compiler options of a tile of 64 rows or more, and such programs that a compute unit runs."""
+    """Keys and compiler options of a tile of 64 rows or more, and such programs that a compute unit runs.
+
+    has_fp4: K, V or both are in FP4 with a scale a head, and the other is in FP8.
+    """
     if target.is_amd and fast:
         # Model, 8 tokens at ratio 12, TFLOP/s of a full chip: gfx942 128 x 32 339, 64 x 64 284, 64 x 16 228;
         # gfx950 128 x 64 412, 128 x 32 398, 64 x 16 284. 16 x 16 instructions: 264 and 349.
@@ -199,6 +202,13 @@ def _tall_tile(
         return block_n, LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=32), 2
     if target.is_amd:
         return 16, LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16), 2
+    if target.name == "sm90" and (fast or has_fp4) and narrow_head and row_blocks == 1:
+        # Tiles of 128 keys in all registers; under Triton 3.8 less than 255 spill. H200, 64 sequences of 8192
+        # keys at ratio 12: 4 tokens FP8 439 us, with 64 keys and 168 registers 576 us; FP8 keys with FP4
+        # values 489 and 628 us; FP4 563 and 756 us. 8 tokens: FP8 815 us, with two programs of 64 keys and
+        # 128 registers 926 us; FP8 keys with FP4 values 1145 and 1266 us; FP4 1433 and 1495 us.
+        stages = 2 if has_fp4 and block_m == 128 else 3
+        return 128, LaunchOptions(num_warps=block_m // 16, num_stages=stages), 2 if block_m == 64 else 1
     if block_m == 64 and fast:
         # H100, 4 tokens of 64 sequences: 4 stages 459 us, 3 stages 474 us, 3 programs of 3 stages 559 us, of
         # which the last wave is a quarter full. Three tiles of 16 sequences: 465, 467 and 328 us.
@@ -236,7 +246,13 @@ def _short_call(
         # 23.6; B4 ctx2048 15.2 and 16.7, 15.9 and 20.4.
         return block_n, LaunchOptions(num_warps=4, num_stages=2), two, "pages", "per_sequence"
     if 2 * tiles <= slots or (tiles <= slots and kind in ("", "groups")):
-        # One tile a program leaves nothing to share out, and looking for an even share costs about 1 us.
+        # One tile a program leaves nothing to share out, and looking for an even share costs about 1 us. More
+        # splits of a sequence than 128 take longer to merge than they save: H200, 8/1 heads, B1 ctx32768, 128
+        # splits 21.1 us, 256 splits 26.9 us. H200, NVFP4, two tiles a program and one: B1 ctx8192 18.1 and
+        # 22.6 us, B16 ctx512 17.1 and 21.1 us.
+        per_sequence = -(-shape.capacity // block_n)
+        most = -(-per_sequence // 2) if kind == "groups" else _MOST_SPLITS
+        slots = min(slots, most * shape.batch)
         return block_n, LaunchOptions(num_warps=4, num_stages=1), slots, "", "per_sequence"
     if kind == "groups":
         # See `attend_in_registers`. H100, NVFP4, B1 ctx32768: 38.8 us, with 128 keys and 4 warps 43.4 us.
@@ -270,6 +286,7 @@ def _short_call(
     return block_n, LaunchOptions(num_warps=4, num_stages=2), slots, "", None
 
 
+_MOST_SPLITS = 128  # of a sequence with a tile or two a split
 # Programs of one warp that a compute unit or multiprocessor holds at once: sm90 at 255 registers, CDNA with
 # two waves on each of four SIMDs.
 _RESIDENT = 8
@@ -448,7 +465,10 @@ def _large_call(
     # The interpreter pays by the tile, not by the key.
     large = (block_m == 32 and fast) or (block_m == 16 and narrow_head and formats == ("int8", "int8"))
     block_n = 128 if target.name == "cpu" else 64 if large else 32
-    warps = 1 if block_m == 16 and narrow_head else 2
+    # 32 rows, H200, 2 tokens of 64 sequences of 8192 keys, by one warp and by two: FP8 keys with FP4 values
+    # 388 and 485 us, FP4 374 and 541 us.
+    packed = narrow_head and block_m == 32 and formats[1] == "fp4_e2m1" and target.name == "sm90"
+    warps = 1 if (block_m == 16 and narrow_head) or packed else 2
     options = LaunchOptions(num_warps=warps, num_stages=3 if narrow_head else 2)
     return block_n, options, max(1, slots // warps), False
 
@@ -498,8 +518,9 @@ def _shipped_config(
     whole_waves, prefetch = False, ""
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if block_m >= 64 and chosen == "decode" and target.name != "cpu":
+        has_fp4 = not scale_group and {k_format, v_format} <= {"fp4_e2m1", "fp8_e4m3fn"} and not fast
         block_n, options, resident = _tall_tile(
-            target, block_m, row_blocks, fast=fast, narrow_head=narrow_head
+            target, block_m, row_blocks, fast=fast, narrow_head=narrow_head, has_fp4=has_fp4
         )
         slots = max(1, compute_units * resident // head_programs)
     elif target.is_amd:
