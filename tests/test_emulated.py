@@ -84,6 +84,8 @@ DECODE = {
     "head_dim 256, off 16-byte boundaries": SMALL + "head_dim=256,layout=padded,clean=1,lens=40",
     "vectorised layout": SMALL + "layout=vectorised,clean=1",
     "vectorised bf16": SMALL + "layout=vectorised,format=bf16",
+    "V narrower than K": "head_dim=192,v_head_dim=128,kv_heads=1,lens=70+5,clean=1,split=per_sequence",
+    "V narrower than K, bf16": "head_dim=192,v_head_dim=128,kv_heads=1,lens=40,format=bf16,q_len=2,ratio=3",
     "HND, ragged table": SMALL + "layout=HND,table=ragged,clean=1",
     "descale by head": SMALL + "descale=sequence_head,clean=1",
     "descale by token": SMALL + "descale=token_head,clean=1",
