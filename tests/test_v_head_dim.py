@@ -52,7 +52,7 @@ def prefills() -> list[PrefillCase]:
     return [*found, PrefillCase(operation="append", fp8_compute=True, **WIDTHS)]
 
 
-@pytest.mark.sampled(most=12)
+@pytest.mark.sampled(always=[{"case": PrefillCase(kernel="dense", **WIDTHS)}], most=12)
 @pytest.mark.parametrize("case", [*decodes(), *prefills()], ids=str)
 def test_attention_agrees_with_the_reference(case: Any) -> None:
     inputs = case.inputs()
