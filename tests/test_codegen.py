@@ -98,6 +98,8 @@ def kernels() -> Iterator[tuple[DecodeCase, str]]:
             yield shape(q_dtype=torch.float8_e4m3fn, **changes), target
         for fmt, ratio in product(("bf16", "fp8_e4m3fn"), (1, 4, 8, 17)):
             yield shape(fmt, gqa_ratio=ratio), target
+        for fmt, changes in product(("bf16", "fp8_e4m3fn"), ({}, {"gqa_ratio": 17}, {"q_len": 8})):
+            yield shape(fmt, head_dim=192, v_head_dim=128, **changes), target
         for fmt, changes in product(("fp4_e2m1", K8V4), SIZES + SCALES):
             yield shape(fmt, kernel="decode", **changes), target
         for integers, changes in product(INTEGERS, [*SIZES, {"q_len": 4}]):
@@ -253,8 +255,8 @@ def test_one_warp_can_not_be_chosen_for_the_native_kernel() -> None:
 
 
 def _append(target: str, cache: PagedKVCache, **options: Any) -> CompiledArtifact:
-    new = torch.zeros(4, 8, cache.head_dim, dtype=torch.bfloat16)
-    artifacts = compile_call(target, lambda: append(cache, new, new, torch.arange(8)[::2], **options))
+    k, v = (torch.zeros(4, 8, width, dtype=torch.bfloat16) for width in (cache.head_dim, cache.v_head_dim))
+    artifacts = compile_call(target, lambda: append(cache, k, v, torch.arange(8)[::2], **options))
     assert_no_spills(artifacts)
     (code,) = artifacts
     return code
@@ -278,6 +280,13 @@ def test_append_neither_spills_nor_uses_scratch(
     cache = PagedKVCache.empty(4, 16, 8, head_dim, format=fmt, **scales)
     _append(target, cache)
     assert not bool(cache.k.view(torch.uint8).any()), "compiling writes nothing"
+
+
+@both_targets
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn"])
+def test_append_of_a_narrower_v_neither_spills_nor_uses_scratch(fmt: str, target: str) -> None:
+    _append(target, PagedKVCache.empty(4, 16, 8, 192, v_head_dim=128, format=fmt))
 
 
 @both_targets

@@ -84,6 +84,9 @@ def kernels() -> Iterator[tuple[PrefillCase, str]]:
             yield call(FUSED, fmt, gqa_ratio=ratio, q_lens=(tokens,)), target
         for way, head_dim in product((DENSE, FUSED), (64, 80, 96, 192, 256)):
             yield call(way, head_dim=head_dim), target
+        for way, fmt in product((*WAYS, {"kernel": "split"}), ({}, FORMATS[0])):
+            yield call(way, fmt, head_dim=192, v_head_dim=128), target
+        yield call(APPEND_THEN_ATTEND, rope="neox", head_dim=192, v_head_dim=128), target
         for way, page_size in product((DENSE, FUSED), (1, 3, 64)):
             yield call(way, page_size=page_size), target
         yield call(APPEND_FUSED, rope="neox", rotary_dim=128), target

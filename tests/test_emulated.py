@@ -92,6 +92,8 @@ DECODE = {
     "head_dim 320, two tokens of 32 rows": "kv_heads=1,ratio=12,q_len=2,head_dim=320,lens=37,split=none",
     "vectorised layout": SMALL + "layout=vectorised,clean=1",
     "vectorised bf16": SMALL + "layout=vectorised,format=bf16",
+    "V narrower than K": "head_dim=192,v_head_dim=128,kv_heads=1,lens=70+5,clean=1,split=per_sequence",
+    "V narrower than K, bf16": "head_dim=192,v_head_dim=128,kv_heads=1,lens=40,format=bf16,q_len=2,ratio=3",
     "HND, ragged table": SMALL + "layout=HND,table=ragged,clean=1",
     "descale by head": SMALL + "descale=sequence_head,clean=1",
     "descale by token": SMALL + "descale=token_head,clean=1",

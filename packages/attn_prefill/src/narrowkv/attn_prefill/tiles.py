@@ -248,6 +248,10 @@ def split_config(
         if large_head:
             # H200, 16/8 heads, FP8, 128 over 4k: 64 keys and one stage 88 us, 32 keys and two 121.
             block_n, options = 64, LaunchOptions(num_warps=8 if block_m == 64 else 2, num_stages=1)
+        if shape.v_head_dim and block_m == 64:
+            # 192 and 128 channels: these spill 8 bytes at most, 64 rows over bf16 304, and 144 in 4 warps; 32
+            # rows of 4 warps spill 128 in an append to FP8.
+            block_m, options = 32, LaunchOptions(num_warps=8, num_stages=2)
     else:
         # A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
         plain = fused_config(target, shape, block_m, why, large_head)
