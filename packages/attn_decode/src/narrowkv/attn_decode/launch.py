@@ -88,14 +88,13 @@ def fitting(target: Target, config: DecodeConfig, bound: BoundCache, soft_cap: b
     """The configuration without an FP8 tile ahead on AMD, where the call leaves no registers for it.
 
     That is with a scale of each key (gfx950: 261 with a soft cap) and with the vectorised layout (429); on
-    gfx942 also with a soft cap or a key transform (262). Two waves have 256.
+    gfx942 also with a soft cap (262). Two waves have 256.
     """
-    reading, transform = bound.readings[READING], bound.transform
+    reading = bound.readings[READING]
     stored = (reading.k_stored, reading.v_stored)
     if not config.prefetch or not target.is_amd or not all(x.format.startswith("fp8_") for x in stored):
         return config
-    transforms = transform.rotated or transform.balance is not None or transform.offset is not None
-    crowded = target.name == "gfx942" and (soft_cap or transforms)
+    crowded = target.name == "gfx942" and soft_cap
     if not crowded and not any(x.vec or x.descale == "token" for x in stored):
         return config
     return replace(config, prefetch="", options=replace(config.options, waves_per_eu=None))
