@@ -487,9 +487,8 @@ def _shipped_config(
         if splits and split is None:
             split, slots = "per_sequence" if splits > 1 else "none", shape.batch * splits
     elif shape.head_dim > 256 and target.name != "cpu":
-        block_n, options, slots = _wide_head_tile(
-            (k_format, v_format), shape.q_len, compute_units / head_programs
-        )
+        pair, units = (k_format, v_format), compute_units / head_programs
+        block_n, options, slots = _wide_head_tile(pair, shape.q_len, units)
     elif latency_bound and block_m == 16:
         kind = _kind_of(target, (k_format, v_format), narrow_head, groups=groups, unpacks=unpacks, fast=fast)
         block_n, options, slots, prefetch, short_split = _short_call(
