@@ -482,6 +482,24 @@ def _xcd_items(target: Target, shape: DecodeShape, row_blocks: int) -> int:
     return int(target.xcds > 1 and row_blocks > 1 and shape.num_kv_heads % target.xcds > 0)
 
 
+def _merging(
+    target: Target, shape: DecodeShape, split: str, num_items: int, head_programs: int, batch_invariant: bool
+) -> tuple[bool, MergeTile]:
+    """Whether partial results are merged in the launch, and the tile of the kernel that merges them if not.
+
+    head_programs: of a split of a sequence, over KV heads and row blocks.
+    """
+    # Merging in the launch, serially, pays while few partial results wait (H100, B64 ctx8192 at two splits:
+    # 383 us against 391). AMD's chiplets share no L2, so a second kernel is the cheaper fence there.
+    merge_in_launch = split != "none" and num_items <= 4 * shape.batch and not target.is_amd
+    # The two ways of merging round differently, and `num_items` depends on the capacity.
+    merge_in_launch = merge_in_launch and not batch_invariant and shape.batch * head_programs <= _MAX_COUNTERS
+    merge = MergeTile()
+    if target.is_amd and split == "per_sequence":
+        merge = amd_merge_tile(num_items // max(shape.batch, 1))
+    return merge_in_launch, merge
+
+
 def _shipped_config(
     target: Target,
     shape: DecodeShape,
@@ -557,14 +575,7 @@ def _shipped_config(
         num_items = shape.batch * min(-(-tiles // tiles_per_split), most)
     else:
         num_items, tiles_per_split = _items_of(shape, split, slots, block_n, whole_waves=whole_waves)
-    # Merging in the launch, serially, pays while few partial results wait (H100, B64 ctx8192 at two splits:
-    # 383 us against 391). AMD's chiplets share no L2, so a second kernel is the cheaper fence there.
-    merge_in_launch = split != "none" and num_items <= 4 * shape.batch and not target.is_amd
-    # The two ways of merging round differently, and `num_items` depends on the capacity.
-    merge_in_launch = merge_in_launch and not batch_invariant and shape.batch * head_programs <= _MAX_COUNTERS
-    merge = MergeTile()
-    if target.is_amd and split == "per_sequence":
-        merge = amd_merge_tile(num_items // max(shape.batch, 1))
+    merge_in_launch, merge = _merging(target, shape, split, num_items, head_programs, batch_invariant)
     return DecodeConfig(
         block_m, block_n, split, num_items, tiles_per_split, merge_in_launch, chosen, k_parts, v_parts,
         options, prefetch, merge, _xcd_items(target, shape, row_blocks),
