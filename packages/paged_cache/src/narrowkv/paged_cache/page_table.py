@@ -155,6 +155,7 @@ class PageTable:
                 f"prefill_append stores them), got {'neither' if seq_lens is None else 'both'}"
             )
         name, lens = ("seq_lens", seq_lens) if cached_lens is None else ("cached_lens", cached_lens)
+        assert lens is not None
         try:
             checked = (
                 type(page_size), page_size, type(block_table), block_table.shape, block_table.dtype,
