@@ -178,7 +178,7 @@ def rows_of_tile(target: Target, rows: int, *, fast: bool) -> int:
 
 
 def _tall_tile(
-    target: Target, block_m: int, row_blocks: int, *, fast: bool, narrow_head: bool, narrow_v: bool
+    target: Target, block_m: int, row_blocks: int, *, fast: bool, narrow_head: bool
 ) -> tuple[int, LaunchOptions, int]:
     """Keys and compiler options of a tile of 64 rows or more, and such programs that a compute unit runs."""
     if target.is_amd and fast:
@@ -189,10 +189,6 @@ def _tall_tile(
         return block_n, LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=32), 2
     if target.is_amd:
         return 16, LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16), 2
-    if narrow_v:
-        # 192 and 128 channels: these do not spill; 64 rows of 4 warps do (bf16 56 bytes, FP8 224), as do 128
-        # rows of 8 (FP8 152).
-        return 64, LaunchOptions(num_warps=8, num_stages=2), 1
     if block_m == 64 and fast:
         # H100, 4 tokens of 64 sequences: 4 stages 459 us, 3 stages 474 us, 3 programs of 3 stages 559 us, of
         # which the last wave is a quarter full. Three tiles of 16 sequences: 465, 467 and 328 us.
@@ -449,8 +445,7 @@ def _shipped_config(
     rows = shape.q_len * shape.gqa_ratio
     narrow_head = shape.head_dim <= 128
     fast = narrow_head and k_format.startswith(_FP8_PREFIX) and v_format.startswith(_FP8_PREFIX)
-    narrow_v = shape.v_head_dim > 0 and not target.is_amd
-    block_m = min(rows_of_tile(target, rows, fast=fast), 64 if narrow_v else 128)
+    block_m = rows_of_tile(target, rows, fast=fast)
     # 64 rows are the matrix instruction that takes V from shared memory as it lies there.
     v_parts = parts_of(target, v_format, is_key=block_m >= 64)
     row_blocks = -(-rows // block_m)
@@ -468,7 +463,7 @@ def _shipped_config(
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if block_m >= 64 and chosen == "decode" and target.name != "cpu":
         block_n, options, resident = _tall_tile(
-            target, block_m, row_blocks, fast=fast, narrow_head=narrow_head, narrow_v=narrow_v
+            target, block_m, row_blocks, fast=fast, narrow_head=narrow_head
         )
         slots = max(1, compute_units * resident // head_programs)
     elif target.is_amd:
