@@ -185,7 +185,7 @@ def _on_hopper() -> list[Any]:
     )
     appended = replace(chunk, operation="append")
     cases = [
-        decode, replace(decode, q_len=2), replace(decode, q_len=8), replace(decode, gqa_ratio=1),
+        decode, replace(decode, q_len=2), replace(decode, gqa_ratio=1),
         *(replace(chunk, kernel=kernel) for kernel in ("dense", "fused", "split")),
         *(replace(appended, kernel=kernel) for kernel in ("append_then_attend", "fused", "split")),
     ]  # fmt: skip

@@ -540,11 +540,6 @@ def _shipped_config(
         block_n, options, resident = _tall_tile(
             target, block_m, row_blocks, fast=fast, narrow_head=narrow_head, has_fp4=has_fp4
         )
-        if shape.v_head_dim and not target.is_amd:
-            # 192 and 128 channels: these do not spill; 64 rows of 4 warps do (bf16 56 bytes, FP8 224), as do
-            # 128 rows of 8 (FP8 152).
-            block_m, options, resident = 64, LaunchOptions(num_warps=8, num_stages=2), 1
-            head_programs = shape.num_kv_heads * -(-rows // block_m)
         slots = max(1, compute_units * resident // head_programs)
     elif target.is_amd:
         block_n, options, prefetch = amd_tile(
