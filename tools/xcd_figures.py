@@ -70,7 +70,7 @@ class Launch:
         count = self.columns * self.rows
         if ordered or not self.together:
             order = xcd_order(xcds, self.columns, self.xcd_rows) if ordered else None
-            number = order_of_programs(count, order)
+            number = np.array(order_of_programs(count, order))
             return number // self.columns, number % self.columns
         number = np.arange(count)
         group, within = np.divmod(number, self.together * self.rows)

@@ -397,7 +397,7 @@ def attend(
 
 
 def describe(memory: dict[str, Any], plan: SageSettings, size: SageShape) -> None:
-    """Adds the tensor descriptors of quantised K and V, which are parts of scratch or tensors of a call."""
+    """Adds the tensor descriptors of quantised K and V, which are parts of scratch."""
     heads, dim, rows, block_n = (
         size.num_kv_heads,
         size.head_dim,
@@ -410,12 +410,8 @@ def describe(memory: dict[str, Any], plan: SageSettings, size: SageShape) -> Non
         ("v", plan.config.fp8, (heads * dim, rows), [dim, block_n]),
     ):
         codes = as_stored(memory[f"{name}_codes"], format_name)
-        make = partial(_described, sizes, block)
-        if isinstance(codes, Arg):
-            codes = Part(codes, 0, get_format(format_name).storage_dtype)
-        known = isinstance(codes, torch.Tensor)
-        memory[f"{name}_desc"] = make(codes, None) if known else Described(codes, None, make)
+        memory[f"{name}_desc"] = Described(codes, None, partial(_described, sizes, block))
 
 
 def _described(sizes: tuple[int, int], block: list[int], part: torch.Tensor, _: object) -> Any:
-    return descriptor_of(part.view(-1)[: sizes[0] * sizes[1]].view(sizes), block)
+    return descriptor_of(part[: sizes[0] * sizes[1]].view(sizes), block)

@@ -203,10 +203,12 @@ class SagePlan(SageSettings):
         ):
             refuse_overlap(out, lse, {"q": q, **_inputs_of(kv, starts)})
         o, sums = _results(q, out, lse, return_lse)
+        described = self.config.tma and kv.k.numel()
+        k_desc, v_desc = kv.descriptors(self.config.block_n) if described else (None, None)
         call.launches.run(
             q=q, out=o, lse=sums, q_starts=None if starts is None else _contiguous(starts),
             scratch=self._allocate(call) if call.scratch_bytes else None, block_mask=block_mask,
-            **kv.arguments,
+            k_desc=k_desc, v_desc=v_desc, **kv.arguments,
         )  # fmt: skip
         return (o, sums) if return_lse and sums is not None else o
 
@@ -279,7 +281,7 @@ class SagePlan(SageSettings):
         """
         memory = {**codes, **kv.arguments}
         if self.config.tma and kv.k.numel():
-            launches.describe(memory, self, self.shape)
+            memory["k_desc"], memory["v_desc"] = kv.descriptors(self.config.block_n)
         step = launches.attend(self, self.shape, out, lse, memory)
         PreparedCall(("out", "lse"), [step]).run(out=out, lse=lse)
 
@@ -331,11 +333,8 @@ class SagePlan(SageSettings):
         writes_lse = return_lse or lse is not None
         memory, scratch_bytes = self.scratch(launches.blocks_of_queries(self, size, lse=writes_lse))
         memory |= {name: Arg(name) for name, value in kv.arguments.items() if value is not None}
-        memory |= {"k_desc": None, "v_desc": None}
-        if self.config.tma and kv.k.numel():
-            # Found by the address of K or V: memory that is allocated again is not described again.
-            launches.describe(memory, self, size)
-        names = ("q", "out", "lse", "q_starts", SCRATCH, "block_mask", *kv.arguments)
+        memory |= {"k_desc": Arg("k_desc"), "v_desc": Arg("v_desc")}
+        names = ("q", "out", "lse", "q_starts", SCRATCH, "block_mask", "k_desc", "v_desc", *kv.arguments)
         steps = launches.list_tiles(self, size, self._check_blocks(block_mask, size), memory)
         prepared = self._prepared_attention(
             q, viewed, kv.k_source, starts, out, lse, writes_lse, size, memory, names, steps, scratch_bytes

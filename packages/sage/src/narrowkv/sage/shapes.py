@@ -117,6 +117,22 @@ class QuantizedKV:
             "v_descale": self.v_descale, "k_bounds": self.bounds, "k": self.k_source,
         }  # fmt: skip
 
+    @cached_property
+    def _described(self) -> dict[int, tuple[Any, Any]]:
+        """Tensor descriptors that were made, by the keys of a tile."""
+        return {}
+
+    def descriptors(self, block_n: int) -> tuple[Any, Any]:
+        """Tensor descriptors of K and V by tiles of `block_n` keys, with heads and rows as one dimension."""
+        found = self._described.get(block_n)
+        if found is None:
+            k, v = self.k, self.v
+            found = self._described[block_n] = (
+                descriptor_of(k.view(-1, k.shape[2]), [block_n, k.shape[2]]),
+                descriptor_of(v.view(-1, v.shape[2]), [v.shape[1], block_n]),
+            )
+        return found
+
 
 def descriptor_of(flat: torch.Tensor, block: list[int]) -> Any:
     """The tensor descriptor of `[rows, columns]` by tiles of `block`."""

@@ -12,10 +12,8 @@ import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to g
 import math
 from typing import NamedTuple
 
-import numpy as np
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 __all__ = ["XcdOrder", "order_of_programs", "program_on_its_xcd", "xcd_order"]
 
@@ -49,20 +47,23 @@ def xcd_order(xcds: int, columns: int, rows: int) -> XcdOrder | None:
     step = xcds // math.gcd(xcds, columns)
     order = XcdOrder(xcds, columns, -(-rows // step) * step, step)
     period = order.rows * columns
-    return None if bool((order_of_programs(period, order) == np.arange(period)).all()) else order
+    return None if order_of_programs(period, order) == list(range(period)) else order
 
 
-def order_of_programs(programs: int, order: XcdOrder | None) -> NDArray[np.int64]:
+def order_of_programs(programs: int, order: XcdOrder | None) -> list[int]:
     """What `program_on_its_xcd` gives each of `programs` workgroups."""
-    number = np.arange(programs)
     if order is None:
-        return number
+        return list(range(programs))
     period, run = order.rows * order.columns, order.rows // order.step
-    within = number % period
-    place = within % order.xcds * (period // order.xcds) + within // order.xcds
-    row = place % order.rows % run * order.step + place % order.rows // run
-    moved = number - within + row * order.columns + place // order.rows
-    return np.where(number < programs // period * period, moved, number)
+
+    def moved(number: int) -> int:
+        within = number % period
+        place = within % order.xcds * (period // order.xcds) + within // order.xcds
+        row = place % order.rows % run * order.step + place % order.rows // run
+        return number - within + row * order.columns + place // order.rows
+
+    whole = programs // period * period
+    return [*map(moved, range(whole)), *range(whole, programs)]
 
 
 @triton.jit
