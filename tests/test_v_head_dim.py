@@ -195,11 +195,11 @@ def _on_hopper() -> list[Any]:
 @pytest.mark.codegen_all
 @pytest.mark.sampled(most=3)
 @pytest.mark.parametrize("case", _on_hopper(), ids=str)
-def test_at_most_two_registers_spill_on_hopper(case: Any, sm90_code: Any) -> None:
+def test_at_most_four_registers_spill_on_hopper(case: Any, sm90_code: Any) -> None:
     inputs = case.inputs()
     inputs.call(inputs.plan())
     assert sm90_code.kernels
     for kernel in sm90_code.kernels:
-        # Over FP8 ptxas spills two registers of programs that widen, to keep 64 or 128.
-        assert kernel.stack_bytes() <= 8, kernel.compiled.metadata.name
+        # Over FP8 ptxas spills registers of programs that widen, to keep 64 or 128: two, in "split" four.
+        assert kernel.stack_bytes() <= 16, kernel.compiled.metadata.name
         assert kernel.shared_bytes <= 227 * 1024

@@ -32,9 +32,7 @@ MODEL = DecodeShape(
 @pytest.mark.parametrize("target", ["sm90", "gfx942", "gfx950"])
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16", "fp4_e2m1"])
 @pytest.mark.parametrize("capacity", [64, 2048, 131072])
-def test_a_model_needs_a_small_workspace_and_at_most_eight_kernels(
-    capacity: int, fmt: str, target: str
-) -> None:
+def test_a_model_needs_a_small_workspace_and_few_kernels(capacity: int, fmt: str, target: str) -> None:
     """51 capture sizes up to 512: one plan."""
     cache = PagedKVCache.empty(1, 16, 8, 128, format=fmt)
     with executing(LaunchRecorder(target)):
@@ -42,7 +40,8 @@ def test_a_model_needs_a_small_workspace_and_at_most_eight_kernels(
         found = plan.kernels(cache, return_lse=True)
     assert plan.workspace_bytes() <= (80 if fmt == "fp4_e2m1" else 70) * 2**20
     assert plan.workspace_bytes() > 0 or capacity < 131072
-    assert 1 <= len(found) <= 8
+    # gfx942 has two tiles of FP8 calls, for few splits and for many.
+    assert 1 <= len(found) <= (11 if (target, fmt) == ("gfx942", "fp8_e4m3fn") else 8)
     assert {launch.kernel for launch in found} <= {_paged_decode_kernel, _merge_splits_kernel}
     assert len(
         {(launch.kernel, tuple(launch.constexprs.values()), launch.options) for launch in found}

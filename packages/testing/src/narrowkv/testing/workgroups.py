@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from narrowkv.runtime.attention.xcds import order_of_programs
+
 Workgroup = tuple[int, int, int]
 
 
@@ -56,7 +58,8 @@ def last_head_program(launch: SampledLaunch) -> Iterable[Workgroup]:
     """Every split of every sequence for the last KV head's last rows, which are the ragged ones."""
     heads, rows, block = _decode_rows(launch)
     programs = heads * -(-rows // block)
-    return ((i, 0, 0) for i in range(programs - 1, launch.grid[0], programs))
+    runs_as = order_of_programs(launch.grid[0], launch.constexprs["RULES"].order)
+    return ((i, 0, 0) for i, program in enumerate(runs_as) if program % programs == programs - 1)
 
 
 def rows_of_last_head_program(launch: SampledLaunch) -> Iterable[Workgroup]:

@@ -106,12 +106,12 @@ def _query(keys: str) -> str:
     return keys if keys.startswith("fp8_") else "fp8_e4m3fn"
 
 
-def _keys(count: int, name: str, random: torch.Generator) -> IndexKeys:
+def _keys(count: int, name: str, random: torch.Generator, device: str) -> IndexKeys:
     """Keys in packed pages: one buffer that pieces are quantised into."""
     pieces = []
     for first in range(0, count, _KEYS_AT_ONCE):
         size = (min(_KEYS_AT_ONCE, count - first), HEAD_DIM)
-        x = torch.randn(size, generator=random, device=random.device)
+        x = torch.randn(size, generator=random, device=device)
         buffer = IndexKeys.quantize(x, format=name, page_size=_PAGE_SIZE).buffer
         assert buffer is not None
         pieces.append(buffer)
@@ -126,7 +126,7 @@ def _tensors(
     size = (shape.batch, shape.heads)
     q = encode(torch.randn(*size, HEAD_DIM, generator=random, device=device), _query(name))
     weights = torch.randn(size, generator=random, device=device) + 0.5
-    return q, weights, _keys(pages * _PAGE_SIZE, name, random), _pages(shape, random)
+    return q, weights, _keys(pages * _PAGE_SIZE, name, random, device), _pages(shape, random, device)
 
 
 def _logits(shape: IndexerSizes, name: str, device: str) -> Call:
@@ -150,17 +150,17 @@ def _logits(shape: IndexerSizes, name: str, device: str) -> Call:
     )
 
 
-def _pages(shape: IndexerSizes, random: torch.Generator) -> dict[str, Any]:
+def _pages(shape: IndexerSizes, random: torch.Generator, device: str) -> dict[str, Any]:
     """Pages in random order, all of them full."""
-    pages = torch.randperm(shape.batch * shape.context // _PAGE_SIZE, generator=random, device=random.device)
-    lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=random.device)
+    pages = torch.randperm(shape.batch * shape.context // _PAGE_SIZE, generator=random, device=device)
+    lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
     return {"block_table": pages.view(shape.batch, -1).int(), "seq_lens": lens}
 
 
 def _topk(shape: IndexerSizes, device: str) -> Call:
     random = torch.Generator(device).manual_seed(0)
     logits = torch.randn(shape.batch, shape.context, generator=random, device=device)
-    where = _pages(shape, random)
+    where = _pages(shape, random, device)
     out = torch.empty(shape.batch, shape.topk, dtype=torch.int32, device=device)
 
     def run() -> torch.Tensor:
