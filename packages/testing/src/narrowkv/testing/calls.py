@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,11 @@ def functions_entered(call: Callable[[], Any]) -> list[str]:
     """
     call()
     ignored = {__file__, call.__code__.co_filename}
-    entered = trace_functions(call)
+    gc.disable()  # a collection would enter the callbacks of tables that hold tensors by identity
+    try:
+        entered = trace_functions(call)
+    finally:
+        gc.enable()
     return [name for file, name in entered if file not in ignored and Path(file).parent.name != "launch"]
 
 
