@@ -8,6 +8,7 @@ import torch
 
 from narrowkv.attn_decode.config_amd import MergeTile, amd_merge_tile, amd_splits, amd_tile
 from narrowkv.attn_decode.config_tuned import MERGE_IN_LAUNCH, DecodeChoice
+from narrowkv.paged_cache.layouts import HeadShape
 from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError, check_choice
@@ -20,7 +21,7 @@ _FP8_PREFIX = "fp8_"
 
 
 @dataclass(frozen=True)
-class DecodeShape:
+class DecodeShape(HeadShape):
     """The shapes of decode calls, or of all calls that a plan is to serve.
 
     Attributes:
@@ -43,20 +44,6 @@ class DecodeShape:
     capacity: int
     q_dtype: torch.dtype = torch.bfloat16
     v_head_dim: int = 0
-
-    def __post_init__(self) -> None:
-        if self.v_head_dim == self.head_dim:
-            object.__setattr__(self, "v_head_dim", 0)  # shapes that are alike are equal
-
-    @property
-    def v_dim(self) -> int:
-        """Channels of V and of the output."""
-        return self.v_head_dim or self.head_dim
-
-    @property
-    def gqa_ratio(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_qo_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from narrowkv.paged_cache.layouts import HeadShape
 from narrowkv.runtime.launch import LaunchOptions
 
 ANY_LEN = 2**31 - 1  # a bound of query tokens that no sequence exceeds
@@ -14,7 +15,7 @@ SCRATCH_BLOCK = 64  # keys; each sequence's widened keys begin at a multiple of 
 
 
 @dataclass(frozen=True)
-class PrefillShape:
+class PrefillShape(HeadShape):
     """The sizes that a configuration depends on; all are known without reading the device.
 
     Attributes:
@@ -41,20 +42,6 @@ class PrefillShape:
     q_dtype: torch.dtype = torch.bfloat16
     min_q_len: int = 0
     v_head_dim: int = 0
-
-    def __post_init__(self) -> None:
-        if self.v_head_dim == self.head_dim:
-            object.__setattr__(self, "v_head_dim", 0)  # shapes that are alike are equal
-
-    @property
-    def v_dim(self) -> int:
-        """Channels of V and of the output."""
-        return self.v_head_dim or self.head_dim
-
-    @property
-    def gqa_ratio(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_qo_heads // self.num_kv_heads
 
     def of_any_sequence(self) -> PrefillShape:
         """The same heads, with a batch and bounds that do not depend on the call."""

@@ -50,6 +50,29 @@ def check_head_dims(head_dim: int, v_head_dim: int, format: CacheFormat) -> None
         )
 
 
+class HeadShape:
+    """The heads of a call over a paged cache: what shapes of decode and of prefill have in common."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim == self.head_dim:
+            object.__setattr__(self, "v_head_dim", 0)  # shapes that are alike are equal
+
+    @property
+    def v_dim(self) -> int:
+        """Channels of V and of the output."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
 @dataclass(frozen=True)
 class KVStrides:
     """Where element [page, token, head, dim] of K or V lies; strides in stored elements (FP4: bytes).
