@@ -46,24 +46,25 @@ def xcd_order(xcds: int, columns: int, rows: int) -> XcdOrder | None:
         return None
     step = xcds // math.gcd(xcds, columns)
     order = XcdOrder(xcds, columns, -(-rows // step) * step, step)
-    period = order.rows * columns
-    return None if order_of_programs(period, order) == list(range(period)) else order
+    moves = any(_moved(number, order) != number for number in range(order.rows * columns))
+    return order if moves else None
 
 
 def order_of_programs(programs: int, order: XcdOrder | None) -> list[int]:
     """What `program_on_its_xcd` gives each of `programs` workgroups."""
     if order is None:
         return list(range(programs))
+    whole = programs - programs % (order.rows * order.columns)
+    return [_moved(number, order) if number < whole else number for number in range(programs)]
+
+
+def _moved(number: int, order: XcdOrder) -> int:
+    """The program of a workgroup of a whole period."""
     period, run = order.rows * order.columns, order.rows // order.step
-
-    def moved(number: int) -> int:
-        within = number % period
-        place = within % order.xcds * (period // order.xcds) + within // order.xcds
-        row = place % order.rows % run * order.step + place % order.rows // run
-        return number - within + row * order.columns + place // order.rows
-
-    whole = programs // period * period
-    return [*map(moved, range(whole)), *range(whole, programs)]
+    within = number % period
+    place = within % order.xcds * (period // order.xcds) + within // order.xcds
+    row = place % order.rows % run * order.step + place % order.rows // run
+    return number - within + row * order.columns + place // order.rows
 
 
 @triton.jit
