@@ -13,10 +13,9 @@ import torch
 from narrowkv.attn_decode.api import paged_decode
 from narrowkv.attn_decode.options import DecodeOptions
 from narrowkv.attn_decode.plan import DecodePlan
-from narrowkv.attn_decode.planning import plan_decode
+from narrowkv.attn_decode.planning import plan_decode, plan_for_call
 from narrowkv.attn_decode.reference import paged_decode_reference
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, pack_tree_mask
-from narrowkv.paged_cache.bound_table import bind_table
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.tracing import wide_dtype
@@ -327,15 +326,11 @@ def families(target: str) -> dict[str, DecodeCase]:
 
 def tile_bytes(inputs: DecodeInputs, target: str) -> tuple[float, str]:
     """HBM bytes of one pass of the hot loop by one workgroup, and the plan in words."""
-    # A call without a plan has one for its context rounded up to a power of two.
-    forced, tokens = (
-        inputs.split or inputs.kernel,
-        bind_table(inputs.table).max_pages * inputs.table.page_size,
-    )
-    capacity = {} if forced else {"max_seq_len": 1 << (tokens - 1).bit_length()}
+    q, cache, table = inputs.q, inputs.cache, inputs.table
+    forced = inputs.split or inputs.kernel
     with compile_for(target):
-        plan = inputs.plan(**capacity)
-    cache, config, shape = inputs.cache, plan.config, plan.shape
+        plan = inputs.plan() if forced else plan_for_call(q, cache, table, batch_invariant=False)
+    config, shape = plan.config, plan.shape
     row_bytes = cache.bytes_per_token() / cache.num_kv_heads
     row_blocks = -(-shape.q_len * shape.gqa_ratio // config.block_m)
     # Row blocks of one KV head read the same keys: HBM gives them once, a cache the other times.
