@@ -114,6 +114,25 @@ def test_a_model_without_prefill_lists_its_decode_and_append() -> None:
     assert other.keys() != listed.keys(), "64 pages are a multiple of 16, which the compiler is told"
 
 
+def test_kernels_of_a_narrower_v_are_listed() -> None:
+    cache = PagedKVCache.empty(64, PAGE, KV_HEADS, 192, v_head_dim=128, format="fp8_e4m3fn")
+    sizes = {"max_batch": 4, "max_seq_len": 256, "max_num_tokens": 64}
+    listed = record_model(cache, target="gfx942", num_qo_heads=HEADS, **sizes).found
+    q = torch.zeros(8, HEADS, 192, dtype=torch.bfloat16)
+    k, v = q[:, :KV_HEADS].contiguous(), q[:, :KV_HEADS, :128].contiguous()
+    ids, lens = torch.zeros(2, 16, dtype=I32), torch.tensor([40, 200], dtype=I32)
+    starts = torch.tensor([0, 3, 8], dtype=I32)
+    table = PageTable.from_block_table(ids, lens, page_size=PAGE)
+    before = PageTable.from_block_table(ids, cached_lens=lens - starts.diff(), page_size=PAGE)
+    with recording("gfx942") as recorder:
+        paged_decode(q[:2], cache, table)
+        append(cache, k, v, torch.full((8,), -1))
+        batch_prefill(q, cache, table, starts)
+        prefill_append(q, k, v, cache, before, starts)
+    assert recorder.found
+    assert recorder.found.keys() <= listed.keys()
+
+
 @pytest.mark.gpu
 def test_a_thousand_random_batches_compile_nothing(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

@@ -63,13 +63,12 @@ def record_model(
     check_instance("cache", cache, PagedKVCache)
     for name, value in (("max_batch", max_batch), ("max_seq_len", max_seq_len), ("max_q_len", max_q_len)):
         check_positive_int(name, value)
-    heads = cache.num_kv_heads
     calls = _ModelCalls(cache, num_qo_heads, max_seq_len, q_dtype, index_dtype)
     with recording(target) as recorder:
         for q_len in range(1, max_q_len + 1):
             calls.decode(q_len, max_batch, options)
         slots = torch.zeros(2, dtype=slot_dtype, device=cache.k.device)
-        append(cache, calls.tensor(2, heads), calls.tensor(2, heads), slots)
+        append(cache, *calls.new_tokens(2), slots)
         max_num_tokens = min(max_num_tokens, _MOST_TOKENS)
         for batch, tokens, width in _prefill_sizes(max_num_tokens, max_batch, calls.pages):
             calls.prefill(batch, tokens, width)
@@ -93,9 +92,19 @@ class _ModelCalls:
     def _zeros(self, *size: int) -> torch.Tensor:
         return torch.zeros(*size, dtype=self._index_dtype, device=self._cache.k.device)
 
-    def tensor(self, tokens: int, num_heads: int) -> torch.Tensor:
-        """Queries, or new tokens."""
-        size = (tokens, num_heads, self._cache.head_dim)
+    def queries(self, tokens: int) -> torch.Tensor:
+        """Queries of the model."""
+        return self._empty(tokens, self._num_qo_heads, self._cache.head_dim)
+
+    def new_tokens(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values to store."""
+        cache = self._cache
+        return (
+            self._empty(tokens, cache.num_kv_heads, cache.head_dim),
+            self._empty(tokens, cache.num_kv_heads, cache.v_head_dim),
+        )
+
+    def _empty(self, *size: int) -> torch.Tensor:
         return torch.empty(size, dtype=self._q_dtype, device=self._cache.k.device)
 
     def _table(self, batch: int, width: int, name: str = "seq_lens") -> PageTable:
@@ -113,7 +122,7 @@ class _ModelCalls:
         for capacity in sorted({*capacities, self._max_seq_len}, reverse=True):
             shape = DecodeShape(
                 max_batch, q_len, self._num_qo_heads, cache.num_kv_heads, cache.head_dim, cache.page_size,
-                capacity, self._q_dtype,
+                capacity, self._q_dtype, cache.v_head_dim,
             )  # fmt: skip
             plan = plan_decode(shape, cache.format, device=cache.k.device, **fp4_scales(cache))
             for batch in range(1, max_batch + 1):
@@ -122,7 +131,7 @@ class _ModelCalls:
                 kind = replace(config, num_items=0, tiles_per_split=0), config.num_items == batch
                 if kind not in seen:
                     seen.add(kind)
-                    q = self.tensor(batch * q_len, self._num_qo_heads)
+                    q = self.queries(batch * q_len)
                     paged_decode(q, cache, self._table(batch, self.pages), plan=plan, **options)
 
     def prefill(
@@ -130,10 +139,7 @@ class _ModelCalls:
     ) -> None:
         """A call of `batch_prefill` and one of `prefill_append`, by plans or without."""
         cache, starts = self._cache, self._zeros(batch + 1)
-        q, (k, v) = (
-            self.tensor(tokens, self._num_qo_heads),
-            (self.tensor(tokens, cache.num_kv_heads) for _ in range(2)),
-        )
+        q, (k, v) = self.queries(tokens), self.new_tokens(tokens)
         attends, appends = plans or (None, None)
         batch_prefill(q, cache, self._table(batch, width), starts, plan=attends)
         prefill_append(q, k, v, cache, self._table(batch, width, "cached_lens"), starts, plan=appends)
@@ -163,6 +169,7 @@ class _ModelCalls:
                         num_qo_heads=self._num_qo_heads, num_kv_heads=cache.num_kv_heads,
                         head_dim=cache.head_dim, page_size=cache.page_size, max_seq_len=max_seq_len,
                         kv_tokens=batch * max_seq_len, q_dtype=self._q_dtype, min_q_len=least,
+                        v_head_dim=cache.v_head_dim,
                     )  # fmt: skip
 
 
