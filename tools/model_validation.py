@@ -368,7 +368,9 @@ def _series(point: Point) -> str:
 
 
 def show_attention() -> None:
-    """Prints rows 22, 25 and 27 and writes them to benchmarks/results/amd-attention.json.
+    """Prints the published attention rates (rows 22, 25 and 27) beside the model's.
+
+    The figures go to benchmarks/results/amd-attention.json.
 
     A factor for each target and mask is fitted to the first, third and fifth length of each series. Its error
     on the other lengths is reported: those had no part in it.

@@ -47,11 +47,13 @@ class Launch:
 
     Attributes:
         family: a key of `_TRACED`; what: the call.
-        columns, rows: programs of a row, and rows; row 0 runs first.
+        columns, rows: the launch is a table of programs; a column is a head, and row 0 runs first.
         shared: neighbouring columns that read the same keys.
-        tiles: tiles of keys that a program of each row reads. tile_keys, tile_bytes: of a tile.
-        xcd_rows: of the shipped configuration; 1 of a column that is a token's block of heads.
-        together: columns among which rows of the launch's own order come first; 0 for all.
+        tiles: how many tiles of keys the programs of each row read; tile_keys, tile_bytes: keys and bytes of
+            a tile.
+        xcd_rows: that of the shipped configuration; 1 where a column is a block of heads of one token.
+        together: neighbouring columns that the launch's own order takes as one group, row by row, before it
+            goes on to the next group; 0 if all columns are one group.
     """
 
     family: str

@@ -298,6 +298,6 @@ def scratch_rows(shape: PrefillShape, block: int, sequences: int, *, appends: bo
 
 
 def scratch_bytes(shape: PrefillShape, block: int, sequences: int, *, appends: bool) -> int:
-    """Bytes of widened keys and values: 2 for each of a bound of their elements."""
+    """Bytes of widened keys and values, two for each element, of the most rows that a call can have."""
     rows = scratch_rows(shape, block, sequences, appends=appends)
     return 2 * rows * shape.num_kv_heads * (shape.head_dim + shape.v_dim)

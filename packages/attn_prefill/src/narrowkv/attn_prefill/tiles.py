@@ -40,9 +40,10 @@ def compute_units_of(target: Target) -> int:
 def xcd_rows(target: Target, shape: PrefillShape, block_m: int) -> int:
     """Tiles of rows that an XCD takes of a KV head at a time; 0 for the launch's order. See `xcd_order`.
 
-    Model (`python tools/xcd_figures.py`): with 12 KV heads an XCD reads two, not three, at no cost. Runs
-    of a head's tiles raise the share that L2 serves from 5 to 97% with 128 heads on gfx942, but leave XCDs
-    waiting for the last run: 0.93 times as fast with 32 heads and four programs a compute unit on gfx950.
+    Model (`python tools/xcd_figures.py`): with 12 KV heads an XCD reads two heads, not three, at no cost.
+    Where an XCD takes many tiles of a head in a row, L2 serves 97% of its loads, not 5% (128 heads, gfx942).
+    In short launches the XCDs that end first then wait for the others: with 32 heads and four programs a
+    compute unit a call is 0.93 times as fast on gfx950, so such launches keep their order.
     """
     xcds, heads = tuned_as(target).xcds, shape.num_kv_heads
     if heads == 0 or xcds % heads == 0:

@@ -127,7 +127,7 @@ class _ModelCalls:
             plan = plan_decode(shape, cache.format, device=cache.k.device, **fp4_scales(cache))
             for batch in range(1, max_batch + 1):
                 config = plan.config_for(batch)
-                # Numbers of splits are not compiled in, but for whether there are as many as sequences.
+                # A kernel depends on the number of splits only in whether each sequence has exactly one.
                 kind = replace(config, num_items=0, tiles_per_split=0), config.num_items == batch
                 if kind not in seen:
                     seen.add(kind)

@@ -83,7 +83,8 @@ class Format:
 
 _E5M2_NAN = (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)
 
-# A dict: torch.compile cannot look keys up in a read-only view in a graph that writes to another dict.
+# A dict, not a read-only view of one: torch.compile cannot look up keys in a view while it traces a function
+# that writes to a dict.
 _BY_NAME = {
     f.name: f
     for f in (

@@ -379,7 +379,8 @@ def simulate(
         machine: where.
         workgroups: how many run together.
         hbm_share: share of the bytes that miss the vector cache that come from HBM rather than from a cache.
-        l2_misses: share of them that come from the Infinity Cache or from HBM. Default: ``hbm_share``.
+        l2_misses: share of the same bytes that L2 does not hold either, so that the Infinity Cache or HBM
+            gives them. Default: ``hbm_share``.
         units: compute units that share HBM. Default: all of the machine's.
     """
     misses = hbm_share if l2_misses is None else max(l2_misses, hbm_share)

@@ -125,8 +125,8 @@ def predict(
         pass_factor: see ``passes``; for a trace of a call with fewer keys than the launch to predict.
         hbm_share: share of the bytes that miss the vector cache that come from HBM, not from L2: 1 where
             every workgroup reads its own, near 0 where many read the same at the same time.
-        l2_misses: share of them that come from the Infinity Cache or from HBM, see `cache_shares`. Default:
-            ``hbm_share``.
+        l2_misses: share of the same bytes that L2 does not hold either, so that the Infinity Cache or HBM
+            gives them; see `cache_shares`. Default: ``hbm_share``.
         workgroups_per_unit: overrides what registers and LDS allow.
         machine: overrides the figures of the program's target.
 

@@ -331,7 +331,7 @@ def attend_expanded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_tokens: torch.Tensor | None,
     query_tokens: torch.Tensor | None, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """`attend_dense` for values narrower than keys, which are filled up with zeros."""
+    """`attend_dense` for values with fewer channels than keys: zeros are put behind them."""
     channels = value.shape[-1]
     wide = torch.nn.functional.pad(value, (0, key.shape[-1] - channels))
     return attend_dense(query, key, wide, key_tokens, query_tokens, **options)[..., :channels]

@@ -1,7 +1,7 @@
-"""narrowkv as a backend of vLLM's latent attention (MLA): DeepSeek V2 and V3, Kimi, GLM-4.7-Flash.
+"""A backend for latent attention (MLA) in vLLM; it serves DeepSeek V2 and V3, Kimi and GLM-4.7-Flash.
 
-vLLM absorbs the up-projections and calls `forward_mqa` for decodes; prompts go through one of its backends
-for prefills, of which `NarrowLatentPrefill` can be one.
+For decodes vLLM absorbs the up-projections and calls `forward_mqa`. Prompts go through a second backend, the
+one for prefills that vLLM is told to use: `NarrowLatentPrefill` or one of vLLM's own.
 """
 
 from __future__ import annotations

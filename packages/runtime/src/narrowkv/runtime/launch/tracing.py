@@ -95,9 +95,10 @@ Results = Sequence[tuple[Sequence[int], torch.dtype]]
 
 
 def like_query(tensors: Tensors, options: Mapping[str, Any]) -> Results:
-    """The results of attention: like q in `out_dtype`, and one number for each of its rows.
+    """Empty results of attention: the output, and the log-sum-exp.
 
-    The option `v_head_dim`, if there is one, says how many channels the first has.
+    The output has the shape of q and the dtype `out_dtype`; where the option `v_head_dim` is given, it has
+    that many channels instead of q's. The log-sum-exp has one number for each query token and head.
     """
     q = tensors[0]
     assert q is not None
