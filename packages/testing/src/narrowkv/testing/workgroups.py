@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from narrowkv.runtime.attention.xcds import order_of_programs
-
 Workgroup = tuple[int, int, int]
 
 
@@ -56,6 +54,8 @@ def _decode_rows(launch: SampledLaunch) -> tuple[int, int, int]:
 
 def last_head_program(launch: SampledLaunch) -> Iterable[Workgroup]:
     """Every split of every sequence for the last KV head's last rows, which are the ragged ones."""
+    from narrowkv.runtime.attention.xcds import order_of_programs  # imports Triton; the CLI starts without it
+
     heads, rows, block = _decode_rows(launch)
     programs = heads * -(-rows // block)
     runs_as = order_of_programs(launch.grid[0], launch.constexprs["RULES"].order)
