@@ -1,6 +1,7 @@
 """Host and device time of attention in an engine's steps, by every way to serve them.
 
     python benchmarks/engines_steps.py
+    python benchmarks/engines_steps.py --vllm FOLDER --out benchmarks/results/steps-h200.json
 
 Traces of steps are replayed as the adapters of vLLM and SGLang serve them: the step is prepared, then each
 layer attends. No step has the query lengths and contexts of another, so plans have to serve sizes that they
@@ -21,13 +22,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import random
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +48,8 @@ from narrowkv.testing import traffic
 from narrowkv.testing.bench.host import NullExecutor
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.bench.traffic import TrafficBench
+from narrowkv.testing.machine import versions
+from narrowkv.testing.records import SCHEMA_VERSION
 
 GUESSES, CONTEXT, CHUNK, PAGE = 4, 8192, 512, 16
 CAPACITY = 65_536  # tokens of a row of the block table
@@ -217,22 +224,34 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="FOLDER")
     parser.add_argument("--layers", type=int, default=46)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="also write JSON to this file")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "no GPU, nothing launched"
-    print(f"{name}; FP8 cache, pages of {PAGE}")
+    about = f"FP8 cache, pages of {PAGE}, {options.layers} layers of attention alone"
+    print(f"{name}; {about}")
     print("host us: a step of all layers, its preparation, its first layer, another one; device us: a layer")
     columns = ("step", "prepare", "first", "other", "device_us")
     print(f"{'heads':6}{'trace':16}{'way':15}{'layers':>7}" + "".join(f"{name:>10}" for name in columns))
+    found: list[dict[str, Any]] = []
     with nullcontext() if device == "cuda" else executing(NullExecutor(get_target("gfx942"))):
-        for heads in options.heads:
-            for row in measure(heads, options.traces, options.steps, options.layers, device, options.vllm):
-                figures = "".join(
-                    f"{'-' if row[name] is None else format(row[name], '.1f'):>10}" for name in columns
-                )
+        for heads, trace in product(options.heads, options.traces):
+            rows = measure(heads, [trace], options.steps, options.layers, device, options.vllm)
+            for row in rows:
+                cells = ("-" if row[name] is None else format(row[name], ".1f") for name in columns)
                 print(
-                    f"{row['heads']:6}{row['trace']:16}{row['way']:15}{row['layers']:7}{figures}", flush=True
+                    f"{row['heads']:6}{row['trace']:16}{row['way']:15}{row['layers']:7}"
+                    + "".join(f"{cell:>10}" for cell in cells),
+                    flush=True,
                 )
+            found += rows
+            if options.out:
+                document = {
+                    "schema_version": SCHEMA_VERSION, "title": "Steps of an engine", "device": name,
+                    "versions": {key: versions()[key] for key in ("torch", "triton")},
+                    "commands": [shlex.join(["python", *sys.argv])], "shape": about, "rows": found,
+                }  # fmt: skip
+                options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

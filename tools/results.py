@@ -552,6 +552,20 @@ def generate_tables() -> str:
     return "\n\n".join(parts) or "No run on a GPU is stored."
 
 
+def steps_tables() -> str:
+    """Steps of an engine, of every GPU whose file is stored: times of the host and of the device."""
+    parts = []
+    for name in sorted(path.stem for path in RESULTS.glob("steps-*.json")):
+        keys = ("heads", "trace", "way")
+        times = ("step", "prepare", "first", "other", "device_us")
+        body = [
+            [*(row[key] for key in keys), *(f"{row[key]:,.0f}" for key in times)] for row in rows(name)
+        ]  # fmt: skip
+        heads = ["heads", "step", "served as", "host, whole step", "preparation", "first layer"]
+        parts += [table([*heads, "another layer", "device, a layer"], body), source_table(name)]
+    return "\n\n".join(parts) or "No run on a GPU is stored."
+
+
 def capacity_table() -> str:
     """Bytes a token and tokens per GiB."""
     base, *_ = found = capacity_rows()
@@ -900,6 +914,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparse-h100": lambda: sparse_table("sparse-h100"),
     "sparse-h200": lambda: sparse_table("sparse-h200"),
     "sage": sage_table,
+    "steps": steps_tables,
     "traffic": traffic_table,
     **{
         f"accuracy {path.stem[9:]}": partial(accuracy_table, path.stem[9:])
