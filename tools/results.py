@@ -585,6 +585,8 @@ def source_table(name: str) -> str:
         for key, value in found.get("ceilings", {}).items()
     )
     lines = [f"- Device: {found['device']}; {versions}."]
+    if "commit" in found:
+        lines.append(f"- Measured on {found['date']}, commit {found['commit']}.")
     lines += [f"- Command: `{command}`" for command in found["commands"]]
     if note := found.get("commands_note"):
         lines.append(f"- Command: {note}")
@@ -727,57 +729,24 @@ def goals_table() -> str:
     return table(heads, body) + amd_source("amd-model")
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What the rows of a results file were to reach at most: in microseconds, or of a ratio."""
-
-    what: str
-    file: str
-    key: str
-    most: float
-    wanted: Callable[[Row], bool]
-
-
-def _is(**wanted: object) -> Callable[[Row], bool]:
-    return lambda row: all(row.get(key) == value for key, value in wanted.items())
-
-
-_FP8 = {"ratio": 12, "format": "fp8_e4m3fn", "page_size": 16}
-MEASURED_GOALS = [
-    Goal("decode, batch 4 over 1024, us", "decode-h100", "median_us", 9, _is(batch=4, context=1024, **_FP8)),
-    Goal("decode, batch 1 over 8192, us", "decode-h100", "median_us", 14, _is(batch=1, context=8192, **_FP8)),
-    Goal("decode, batch 1 over 32768", "decode-h100", "ratio_to_floor", 1.4,
-         _is(batch=1, context=32768, **_FP8)),
-    Goal("decode, batch 64 over 8192 and more", "decode-h100", "ratio_to_floor", 1.08,
-         lambda row: _is(ratio=12, format="fp8_e4m3fn")(row) and row["batch"] > 16 and row["context"] > 1024),
-    Goal("prefill, 1024 over 4096 and more", "prefill-h100", "ratio_to_floor", 1.4,
-         lambda row: row["new_tokens"] >= 1024 and row["prefix"] >= 4096),
-    Goal("prefill, 1024 over none, 96/8 heads", "prefill-h100", "ratio_to_floor", 2.0,
-         _is(new_tokens=1024, prefix=0, heads="96/8")),
-    Goal("prefill, 1024 over none, 32/8 heads", "prefill-h100", "ratio_to_floor", 2.0,
-         _is(new_tokens=1024, prefix=0, heads="32/8")),
-    Goal("prefill, 128 over 4096, 32/8 heads", "prefill-h100", "ratio_to_floor", 2.2,
-         _is(new_tokens=128, prefix=4096, heads="32/8")),
-    Goal("prefill, 128 over 32768", "prefill-h100", "ratio_to_floor", 2.2, _is(new_tokens=128, prefix=32768)),
-    *(
-        Goal(f"sparse, {what}, {gpu}", f"sparse-{gpu.lower()}", "ratio_to_floor", most, wanted)
-        for what, most, wanted in (
-            ("16-bit rows, 64 and 128 heads, top-k 2048", 2.0,
-             lambda row: row["mode"] == "bf16" and row["heads"] >= 64 and row["topk"] == 2048),
-            ("fused, 16 heads", 4.0, _is(mode="fused", heads=16)),
-        )
-        for gpu in ("H100", "H200")
-    ),
-]  # fmt: skip
-
-
 def measured_goals_table() -> str:
-    """What measured calls were to reach and reach, the worst of the rows; what misses its goal is bold."""
-    body = []
-    for goal in MEASURED_GOALS:
-        worst = max(row[goal.key] for row in load(goal.file)["rows"] if goal.wanted(row))
-        body.append([goal.what, f"{goal.most:g}", f"{worst:g}" if worst <= goal.most else f"**{worst:g}**"])
-    return table(["call", "goal, at most", "measured"], body)
+    """Every line of `tools/measured_goals.py`: its goal and what was reached; missed goals are bold."""
+    found = load("goals")["lines"]
+
+    def best(row: Row, key: str) -> str:
+        return "-" if row[key] is None else f"{row[key][0].replace(', shipped', '')} {row[key][1]:.1f}"
+
+    body = [
+        [
+            row["line"], row["goal"], f"{row['reached']:.4g}" if row["met"] else f"**{row['reached']:.4g}**",
+            f"{row['median_us']:.1f}" + (f" ({row['ratio_to_floor']:.2f})" if row["ratio_to_floor"] else ""),
+            best(row, "best_choice"), best(row, "best_peer"),
+        ]
+        for row in found
+    ]  # fmt: skip
+    heads = ["call", "goal, at most", "reached", "us (x floor)", "best other choice, us", "fastest peer, us"]
+    met = sum(row["met"] for row in found)
+    return f"{met} of {len(found)} goals are met.\n\n{table(heads, body)}"
 
 
 def _matrix_clocks(machine: Machine, element: str, depth: int) -> str:
