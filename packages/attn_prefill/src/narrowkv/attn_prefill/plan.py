@@ -10,7 +10,7 @@ import torch
 
 from narrowkv.attn_decode.checks import check_transform, fold_q_descale
 from narrowkv.attn_decode.planning import plan_for_call as decode_plan_for_call
-from narrowkv.attn_prefill.arguments import PLAIN_VALUES, Arguments, check_keywords
+from narrowkv.attn_prefill.arguments import APPEND, PLAIN_VALUES, PREFILL, Arguments
 from narrowkv.attn_prefill.binding import matrix_of, storing_constants
 from narrowkv.attn_prefill.checks import (
     append_shape,
@@ -172,7 +172,7 @@ class PrefillPlan(PrefillSettings):
         The first call with some dtypes, strides and options checks them, and the first one of some size
         prepares its launches; later calls with the same ones only launch.
         """
-        check_keywords("batch_prefill", options)
+        PREFILL.check_keywords(options)
         return self.call(Arguments(q, cache, page_table, cu_seqlens_q, **options))
 
     def call(self, given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -447,7 +447,7 @@ class AppendPlan(PrefillPlan):
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`prefill_append` by this plan: the same arguments and results; see `PrefillPlan.run`."""
-        check_keywords("prefill_append", options)
+        APPEND.check_keywords(options)
         return self.call(Arguments(q, cache, page_table, cu_seqlens_q, k_new, v_new, **options))
 
 

@@ -14,8 +14,8 @@ import torch
 
 from narrowkv.runtime import errors
 from narrowkv.runtime.errors import check_instance
-from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.launch.path import BoundLaunch
 from narrowkv.runtime.launch.prepared import Arg, Part, PreparedCall
 from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.launch.workspace import Block, Workspace, block_bytes

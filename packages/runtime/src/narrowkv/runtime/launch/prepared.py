@@ -15,8 +15,8 @@ import torch
 
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import gpu, path
-from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.descriptors import Encode, is_descriptor
+from narrowkv.runtime.launch.path import BoundLaunch
 from narrowkv.runtime.launch.written import written
 
 _MAX_ENCODED = 256  # descriptors of blocks at different addresses
