@@ -19,12 +19,6 @@ from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, Part, launch
 from narrowkv.runtime.operation import Prepared
 from narrowkv.runtime.targets import Target
 
-# The values of a call.
-NAMES = (
-    "q", "out", "lse", "sinks", "q_descale", "ranges", "tree", "ids", "row", "lens", "num_ids", "max_pages",
-    "qk_scale", "out_scale", "cache_k", "cache_v", "cache_k_descale", "cache_v_descale", "k_balance",
-    "k_offset", "block", "counters",
-)  # fmt: skip
 READING = "decode"  # the name by which `bind_cache` knows how decode's kernels read a cache
 
 
@@ -193,7 +187,7 @@ def launches_of(
     sinks: bool,
     q_descale: bool,
 ) -> list[KernelLaunch]:
-    """The launches of a call; `NAMES` are the arguments that differ from call to call.
+    """The launches of a call, with an `Arg` for what differs from call to call.
 
     Args:
         attend, merge: the kernels; `merge` is None where no second one is needed.

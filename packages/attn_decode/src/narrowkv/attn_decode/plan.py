@@ -17,7 +17,6 @@ from narrowkv.attn_decode.checks import (
 from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import PartialResults, _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.attn_decode.launch import (
-    NAMES,
     READING,
     PreparedDecode,
     allocated,
@@ -27,7 +26,7 @@ from narrowkv.attn_decode.launch import (
     power_of_two,
     read_options,
 )
-from narrowkv.attn_decode.options import PLAIN_VALUES, DecodeArguments
+from narrowkv.attn_decode.options import DECODE, PLAIN_VALUES, DecodeArguments
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.binding import BoundCache, bind_cache
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
@@ -52,7 +51,7 @@ from narrowkv.runtime.launch import (
     executor,
 )
 from narrowkv.runtime.launch.workspace import zeroed_counters
-from narrowkv.runtime.operation import Plan, spans_of_arguments
+from narrowkv.runtime.operation import Operation, Plan, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.targets import Target
 
@@ -85,6 +84,7 @@ class DecodePlan(Plan):
     and arrival counters, and is None if there are none.
     """
 
+    operation: ClassVar[Operation] = DECODE
     most_calls: ClassVar[int] = 4096
     shape: DecodeShape
     k_format: str
@@ -351,7 +351,7 @@ class DecodePlan(Plan):
             q_descale=isinstance(q_descale, torch.Tensor),
         )  # fmt: skip
         return PreparedDecode(
-            launches=PreparedCall(NAMES, steps) if batch and programs else None,
+            launches=PreparedCall(None, steps) if batch and programs else None,
             out=((*q.shape[:2], shape.v_dim), out_dtype),
             lse=(q.shape[:2], torch.float32),
             scratch_bytes=block_bytes(blocks),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -40,7 +40,7 @@ from narrowkv.runtime.errors import (
     check_no_grad,
 )
 from narrowkv.runtime.launch import BoundLaunch, PreparedCall, active_target, executor, is_compiled
-from narrowkv.runtime.operation import Prepared, spans_of_arguments
+from narrowkv.runtime.operation import Operation, Prepared, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
 
 _LOG2E = math.log2(math.e)
@@ -120,6 +120,8 @@ class _Checked(NamedTuple):
 class PrefillPlan(PrefillSettings):
     """All of a prefill that does not depend on the values of lengths and page ids; see `PrefillSettings`."""
 
+    operation: ClassVar[Operation] = PREFILL
+
     def kernels(
         self,
         cache: PagedKVCache,
@@ -172,7 +174,7 @@ class PrefillPlan(PrefillSettings):
         The first call with some dtypes, strides and options checks them, and the first one of some size
         prepares its launches; later calls with the same ones only launch.
         """
-        PREFILL.check_keywords(options)
+        self.operation.check_keywords(options)
         return self.call(Arguments(q, cache, page_table, cu_seqlens_q, **options))
 
     def call(self, given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -415,26 +417,14 @@ class PrefillPlan(PrefillSettings):
         found = self._layouts.get(key)
         if found is not None:
             return found
-        names = [
-            "q", "out", "starts", "ids", "row", "lens", "num_ids", "max_pages", "qk_scale", "out_scale",
-            *route.sizes, *bound.readings[config.reading].arguments,
-        ]  # fmt: skip
-        if traits.has_options:
-            names += ["lse", "sinks", "q_descale", "shift"]
-        if bound.store is not None:
-            names += ["k_new", "v_new", "given_q", "k_scale", *bound.new_arguments]
-        if turn is not None:
-            names += turn.arguments
-        if route.in_pages:
-            names.append("page_desc")
-        if isinstance(memory, MemorySizes):
-            names += ["block", "counters", *memory.arguments]
         steps = launches_of(route, given, traits, bound, table, checked.logit_scale, checked.soft_cap)
-        return self._layouts.keep(key, PreparedCall(names, steps))
+        return self._layouts.keep(key, PreparedCall(None, steps))
 
 
 class AppendPlan(PrefillPlan):
     """A `PrefillPlan` for `prefill_append`."""
+
+    operation: ClassVar[Operation] = APPEND
 
     def run(  # type: ignore[override]
         self,
@@ -447,7 +437,7 @@ class AppendPlan(PrefillPlan):
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`prefill_append` by this plan: the same arguments and results; see `PrefillPlan.run`."""
-        APPEND.check_keywords(options)
+        self.operation.check_keywords(options)
         return self.call(Arguments(q, cache, page_table, cu_seqlens_q, k_new, v_new, **options))
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from narrowkv.attn_decode import DecodePlan
-from narrowkv.attn_prefill.arguments import APPEND, PREFILL
 from narrowkv.attn_prefill.binding import per_key, read_options
 from narrowkv.attn_prefill.config import choose_append_config, choose_config
 from narrowkv.attn_prefill.cost import explain_class, few_bounds, most_widened
@@ -183,7 +182,7 @@ class PrefillSettings(Plan):
     @property
     def maker(self) -> str:
         """The function that makes such plans."""
-        return (APPEND if self.appends else PREFILL).maker
+        return self.operation.maker
 
     @property
     def _decodes(self) -> bool:

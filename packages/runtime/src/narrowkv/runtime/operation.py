@@ -171,6 +171,7 @@ class Plan:
         handle: the name by which operators of `torch.ops.narrowkv` find the plan in this process.
     """
 
+    operation: ClassVar[Operation]  # that its calls carry out
     most_calls: ClassVar[int] = 256  # prepared calls that a plan keeps
     target: Target
     device: torch.device
@@ -254,7 +255,8 @@ class Plan:
                 first, last = store.hull
                 for begin, end in taken:
                     if begin < last and first < end:
-                        met = met or any(begin < high and low < end for low, high in store.spans)
+                        for low, high in store.spans:
+                            met = met or (begin < high and low < end)
             taken += cache
             if out is not None and call.outputs[0]:
                 begin = out.data_ptr()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -23,7 +23,6 @@ from narrowkv.runtime.errors import (
 from narrowkv.runtime.launch import Arg, BoundLaunch, PreparedCall
 from narrowkv.runtime.launch.workspace import Block
 from narrowkv.runtime.operation import (
-    SCRATCH,
     Operation,
     Prepared,
     signature_of,
@@ -57,14 +56,6 @@ _RESULTS = SageArguments._fields.index("out")
 RUN = Operation("run", SageRunOptions, SageArguments, "plan_sage")
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class _PreparedKeys(Prepared):
-    """Also what `quantize_kv` returns: the size of K and V, and the tensors that it allocates by name."""
-
-    size: SageShape
-    blocks: dict[str, Block]
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SagePlan(launches.SageSettings):
     """A Sage attention up to one size, ready to quantise and to attend.
@@ -74,6 +65,8 @@ class SagePlan(launches.SageSettings):
     tensors. Its attributes are those of `SageSettings` and of `narrowkv.runtime.operation.Plan`; the
     workspace holds scratch of the queries and of statistics.
     """
+
+    operation: ClassVar[Operation] = SAGE
 
     def blocks(self) -> dict[str, Block]:
         """Scratch of the largest call by name: shapes and dtypes."""
@@ -135,20 +128,21 @@ class SagePlan(launches.SageSettings):
         """
         starts = self.cu_seqlens_k if cu_seqlens_k is None else cu_seqlens_k
         signature = signature_of("keys", k, v, starts)
-        call = self.calls.find(signature)
-        if call is None:
-            call = self.calls.keep(signature, self._prepare_keys(k, v, starts))
+        found = self.calls.find(signature)
+        if found is None:
+            found = self.calls.keep(signature, self._prepare_keys(k, v, starts))
+        call, size, blocks = found
         if validate:
             check_starts("cu_seqlens_k", starts, k.shape[0])
         empty, device = torch.empty, self.device
         made = {}
-        for name, (shape, dtype) in call.blocks.items():
+        for name, (shape, dtype) in blocks.items():
             made[name] = empty(shape, dtype=dtype, device=device)
         k_starts = None if starts is None else _contiguous(starts)
         call.launches.run(k=k, v=v, k_starts=k_starts, scratch=self.scratch_block(call), **made)
         return QuantizedKV(
             launches.as_stored(made["k_codes"], self.qk_format), made["k_descale"], made.get("k_mean"),
-            launches.as_stored(made["v_codes"], self.config.fp8), made["v_descale"], call.size,
+            launches.as_stored(made["v_codes"], self.config.fp8), made["v_descale"], size,
             self.qk_format, self.config.fp8, self.k_groups, self.config.key_order, made.get("k_bounds"),
             self._viewed(k) if self.smooth_q else None,
         )  # fmt: skip
@@ -254,7 +248,7 @@ class SagePlan(launches.SageSettings):
         if self.config.tma and kv.k.numel():
             memory["k_desc"], memory["v_desc"] = kv.descriptors(self.config.block_n)
         step = launches.attend(self, self.shape, out, lse, memory)
-        PreparedCall(("out", "lse"), [step]).run(out=out, lse=lse)
+        PreparedCall(None, [step]).run(out=out, lse=lse)
 
     def attend_in_16_bits(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
@@ -283,14 +277,17 @@ class SagePlan(launches.SageSettings):
 
     # ------------------------------------------------------------------------------ preparing of calls
 
-    def _prepare_keys(self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None) -> _PreparedKeys:
+    def _prepare_keys(
+        self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None
+    ) -> tuple[Prepared, SageShape, dict[str, Block]]:
+        """The launches of `quantize_kv`, the size of K and V, and the tensors that it allocates by name."""
         k, v, size = self._check_keys(k, v, starts)
         memory, scratch_bytes = self.scratch(launches.blocks_of_statistics(self, size))
         blocks = launches.blocks_of_keys(self, size)
         memory |= {name: Arg(name) for name in blocks}
         steps = launches.quantise_keys(self, size, k, v, memory)
-        call = PreparedCall(("k", "v", "k_starts", SCRATCH, *blocks), steps)
-        return _PreparedKeys(launches=call, scratch_bytes=scratch_bytes, size=size, blocks=blocks)
+        call = PreparedCall(None, steps)
+        return Prepared(launches=call, scratch_bytes=scratch_bytes), size, blocks
 
     def _prepare(self, given: SageArguments) -> Prepared:
         """The launches of a call, once it is checked."""
@@ -306,19 +303,16 @@ class SagePlan(launches.SageSettings):
         self._check_results(given)
         size = self._size_of_call(batch, tokens, keys.k_tokens)
         writes_lse = given.return_lse or given.lse is not None
-        names = ["q", "out", "lse", "q_starts", SCRATCH, "block_mask"]
         blocks = launches.blocks_of_queries(self, size, lse=writes_lse)
         if kv is None:
             blocks |= launches.blocks_of_keys(self, size) | launches.blocks_of_statistics(self, size)
         memory, scratch_bytes = self.scratch(blocks)
         steps: list[Any] = []
         if kv is None:
-            names += "k", "v", "k_starts"
             if self.config.tma:
                 launches.describe(memory, self, size)
             steps = launches.quantise_keys(self, size, k, v, memory)
         else:
-            names += "k_desc", "v_desc", *kv.arguments
             memory |= {name: Arg(name) for name, value in kv.arguments.items() if value is not None}
             memory |= {"k_desc": Arg("k_desc"), "v_desc": Arg("v_desc")}
             k = kv.k_source
@@ -333,7 +327,7 @@ class SagePlan(launches.SageSettings):
         steps += launches.quantise_queries(self, size, viewed, k, memory, lse=writes_lse)
         steps.append(launches.attend(self, size, self._viewed(out), lse, memory))
         return Prepared(
-            launches=PreparedCall(names, steps if q.numel() else []),
+            launches=PreparedCall(None, steps if q.numel() else []),
             out=(q.shape, q.dtype),
             lse=(q.shape[:-1], torch.float32),
             scratch_bytes=scratch_bytes if q.numel() else 0,

@@ -164,7 +164,8 @@ class PreparedCall:
     as it lives. The function is written in the second call: most sizes of prefills come once.
 
     Args:
-        names: of the values.
+        names: of the values, in the order in which `run` may be given them; None for those of the first call,
+            which gives all by name.
         steps: launches and clears, in order.
 
     Attributes:
@@ -180,16 +181,20 @@ class PreparedCall:
 
     __slots__ = ("_fill", "_is_known", "_names", "_steps", "run")
 
-    def __init__(self, names: Sequence[str], steps: Sequence[KernelLaunch | Clear]) -> None:
-        self._names, self._steps, self._is_known = tuple(names), tuple(steps), False
+    def __init__(self, names: Sequence[str] | None, steps: Sequence[KernelLaunch | Clear]) -> None:
+        self._names = None if names is None else tuple(names)
+        self._steps, self._is_known = tuple(steps), False
         self._fill: Callable[..., Any] | None = None
         self.run: Callable[..., None] = self._launch
 
     def _launch(self, *args: Any, **named: Any) -> None:
+        names = self._names
+        if names is None:
+            names = self._names = tuple(named)
         if self._is_known and self._fill is None:
-            self._fill = _write_filler(self._names, self._steps)
+            self._fill = _write_filler(names, self._steps)
         if self._fill is None:
-            filled = _filled(self._steps, self._values(args, named))
+            filled = _filled(self._steps, {**dict(zip(names, args, strict=False)), **named})
         else:
             filled = self._fill(*args, **named)
         launchers: list[Any] = []
@@ -201,12 +206,9 @@ class PreparedCall:
             launch = path.launch(bound.kernel, grid, given, bound.constexprs, bound.options)
             launchers.append(None if launch is None or not self._is_known else launch.launcher(given))
         if launchers and None not in launchers:
-            values = self._values(args, named)
-            self.run = _write_call(self._names, self._steps, values, launchers, self._launch)
+            values = {**dict(zip(names, args, strict=False)), **named}
+            self.run = _write_call(names, self._steps, values, launchers, self._launch)
         self._is_known = True
-
-    def _values(self, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self._names, args, strict=False)), **named}
 
 
 def _filled(template: Any, values: Mapping[str, Any]) -> Any:
