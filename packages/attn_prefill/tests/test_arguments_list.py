@@ -17,7 +17,7 @@ from narrowkv.attn_prefill import (
     prefill_append,
     prefill_append_reference,
 )
-from narrowkv.attn_prefill.arguments import KEYWORDS, AppendOptions, Arguments, PrefillOptions
+from narrowkv.attn_prefill.arguments import APPEND, PREFILL, AppendOptions, Arguments, PrefillOptions
 from narrowkv.attn_prefill.torch_ops import traced_append, traced_prefill
 from narrowkv.testing.cases.prefill import PrefillCase
 
@@ -27,7 +27,8 @@ def test_the_list_has_the_keywords_of_the_operation(operation: Callable[..., Any
     parameters = inspect.signature(operation).parameters.values()
     named = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
     assert named <= {"plan", "fp8_compute"}, "these choose the plan; the others are of the list"
-    assert KEYWORDS[operation.__name__] <= Arguments._field_defaults.keys()
+    (known,) = (each for each in (PREFILL, APPEND) if each.name == operation.__name__)
+    assert known.keywords <= Arguments._field_defaults.keys()
     both = PrefillOptions.__annotations__ | AppendOptions.__annotations__
     assert both.keys() | {"k_new", "v_new"} == Arguments._field_defaults.keys()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 from narrowkv.runtime.launch import executing
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
+from narrowkv.sage.options import SageArguments, SageOptions
+from narrowkv.sage.torch_ops import traced_sage
 from narrowkv.testing.calls import LaunchRecorder
 from narrowkv.testing.cases.sage import SageCase
 
@@ -171,3 +174,22 @@ def test_plans_compare_and_copy() -> None:
     assert plan != copy.copy(plan)
     for other in (copy.copy(plan), copy.deepcopy(plan), replace(plan)):
         assert torch.equal(other.attend(Q[0], kv), plan.attend(Q[0], kv))
+
+
+def test_options_are_the_keywords_of_the_arguments_and_others_are_refused() -> None:
+    assert SageOptions.__annotations__.keys() | {"q", "k", "v", "kv"} == set(SageArguments._fields)
+    x = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    plan = plan_sage(x, x)
+    kv = plan.quantize_kv(x, x)
+    calls = {
+        "qk_type": [
+            partial(each, x, x, x) for each in (sage_attention, sage_attention_reference, traced_sage)
+        ],
+        "sm_scale": [partial(plan.run, x, x, x), partial(plan.attend, x, kv)],
+        "cu_seqlens_k": [partial(plan.attend, x, kv)],
+        "return_lse": [partial(plan_sage, x, x)],
+    }
+    for keyword, ways in calls.items():
+        for way in ways:
+            with pytest.raises(TypeError, match=f"got an unexpected keyword argument '{keyword}'"):
+                way(**{keyword: None})

@@ -9,11 +9,10 @@ import torch
 
 from narrowkv.attn_decode import DecodeShape
 from narrowkv.context_parallel.buffers import Moves, allocate, exchange_bytes
-from narrowkv.context_parallel.exchange import ExchangeSizes, sent_bytes
+from narrowkv.context_parallel.exchange import ExchangeSizes, SymmetricMemory, sent_bytes
 from narrowkv.context_parallel.layout import ShardLayout
 from narrowkv.context_parallel.plan import plan_cp_decode
 from narrowkv.context_parallel.ranks import run_ranks
-from narrowkv.context_parallel.symmetric import SymmetricMemory
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import Workspace
 from narrowkv.testing.bench.context_parallel import Measured, Setting, line_of, measure_ranks

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -15,43 +15,29 @@ from narrowkv.paged_cache.bound_table import BoundTable
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.attention.xcds import XcdOrder, xcd_order
-from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, Part, PreparedCall, launch_by_name
+from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, Part, launch_by_name
+from narrowkv.runtime.operation import Prepared
 from narrowkv.runtime.targets import Target
 
-# The values of a call.
-NAMES = (
-    "q", "out", "lse", "sinks", "q_descale", "ranges", "tree", "ids", "row", "lens", "num_ids", "max_pages",
-    "qk_scale", "out_scale", "cache_k", "cache_v", "cache_k_descale", "cache_v_descale", "k_balance",
-    "k_offset", "block", "counters",
-)  # fmt: skip
 READING = "decode"  # the name by which `bind_cache` knows how decode's kernels read a cache
 
 
-class PreparedDecode(NamedTuple):
-    """What `DecodePlan.run` prepared for calls whose tensors have the same metadata.
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class PreparedDecode(Prepared):
+    """What `DecodePlan.run` prepared; there are no launches if there is no sequence.
 
     Attributes:
-        launches: of the call; None if there is no sequence.
         empty: no sequence has keys, because the cache or the page table has no pages.
-        num_bytes: of the partial results that a call allocates, 0 where there are none or the plan has memory
-            for them.
-        counters: how many arrival counters such a call needs.
+        counters: how many arrival counters a call that allocates partial results needs.
         logit_scale: scale of the logits without the cache's descale and that of Q that is a tensor.
-        out_dtype: of a new output.
-        q_bytes, o_bytes, lse_bytes, sinks_bytes: bytes that the tensors span.
         q_as_bytes: Q is FP8, which not every target has as a type.
+
+    The other attributes are those of `Prepared`.
     """
 
-    launches: PreparedCall | None
     empty: bool
-    num_bytes: int
     counters: int
     logit_scale: float
-    out_dtype: torch.dtype
-    q_bytes: int
-    o_bytes: int
-    lse_bytes: int
-    sinks_bytes: int
     q_as_bytes: bool
 
 
@@ -201,7 +187,7 @@ def launches_of(
     sinks: bool,
     q_descale: bool,
 ) -> list[KernelLaunch]:
-    """The launches of a call; `NAMES` are the arguments that differ from call to call.
+    """The launches of a call, with an `Arg` for what differs from call to call.
 
     Args:
         attend, merge: the kernels; `merge` is None where no second one is needed.

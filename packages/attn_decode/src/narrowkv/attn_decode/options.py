@@ -7,6 +7,7 @@ from typing import NamedTuple, TypedDict
 import torch
 
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.runtime.operation import Operation
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -62,4 +63,5 @@ class DecodeArguments(NamedTuple):
     return_lse: bool = False
 
 
+DECODE = Operation("paged_decode", DecodeOptions, DecodeArguments, "plan_decode")
 PLAIN_VALUES = slice(DecodeArguments._fields.index("sm_scale"), None)

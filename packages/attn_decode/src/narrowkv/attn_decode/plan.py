@@ -17,7 +17,6 @@ from narrowkv.attn_decode.checks import (
 from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import PartialResults, _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.attn_decode.launch import (
-    NAMES,
     READING,
     PreparedDecode,
     allocated,
@@ -27,7 +26,7 @@ from narrowkv.attn_decode.launch import (
     power_of_two,
     read_options,
 )
-from narrowkv.attn_decode.options import PLAIN_VALUES, DecodeArguments
+from narrowkv.attn_decode.options import DECODE, PLAIN_VALUES, DecodeArguments
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.binding import BoundCache, bind_cache
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
@@ -39,7 +38,6 @@ from narrowkv.runtime import launch
 from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows, refuse_overlap
 from narrowkv.runtime.errors import (
     UnsupportedError,
-    byte_span,
     check_finite_float,
     check_no_grad,
 )
@@ -53,9 +51,8 @@ from narrowkv.runtime.launch import (
     executor,
 )
 from narrowkv.runtime.launch.workspace import zeroed_counters
-from narrowkv.runtime.operation import Plan
+from narrowkv.runtime.operation import Operation, Plan, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
-from narrowkv.runtime.spans import meets, span_bytes
 from narrowkv.runtime.targets import Target
 
 if TYPE_CHECKING:
@@ -87,6 +84,7 @@ class DecodePlan(Plan):
     and arrival counters, and is None if there are none.
     """
 
+    operation: ClassVar[Operation] = DECODE
     most_calls: ClassVar[int] = 4096
     shape: DecodeShape
     k_format: str
@@ -210,14 +208,7 @@ class DecodePlan(Plan):
             check_values(self.shape.capacity, cache, page_table)
         if bound.scales or type(q_descale) is not float:
             check_scales({**bound.scales, "q_descale": q_descale}, given.validate)
-        if out is not None or lse is not None:
-            if _may_overlap(call, bound, table, given):
-                refuse_overlap(out, lse, _inputs(given))
-        o = out
-        if o is None:
-            o = torch.empty((*q.shape[:2], self.shape.v_dim), dtype=call.out_dtype, device=q.device)
-        if lse is None and return_lse:
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        o, lse = self.results(call, given, bound.spans, table.spans)
         if call.empty:
             o.zero_()
             if lse is not None:
@@ -231,8 +222,8 @@ class DecodePlan(Plan):
                     "pass a smaller sm_scale"
                 )
             block = counters = None
-            if call.num_bytes:
-                block = torch.empty(call.num_bytes, dtype=torch.uint8, device=q.device)
+            if call.scratch_bytes:
+                block = torch.empty(call.scratch_bytes, dtype=torch.uint8, device=q.device)
                 counters = zeroed_counters(call.counters, q.device) if call.counters else None
             call.launches.run(
                 q=q.view(torch.uint8) if call.q_as_bytes else q, out=o, lse=lse, sinks=sinks,
@@ -360,18 +351,20 @@ class DecodePlan(Plan):
             q_descale=isinstance(q_descale, torch.Tensor),
         )  # fmt: skip
         return PreparedDecode(
-            launches=PreparedCall(NAMES, steps) if batch and programs else None,
+            launches=PreparedCall(None, steps) if batch and programs else None,
+            out=((*q.shape[:2], shape.v_dim), out_dtype),
+            lse=(q.shape[:2], torch.float32),
+            scratch_bytes=block_bytes(blocks),
             empty=cache.num_pages == 0 or table.max_pages == 0,
-            num_bytes=block_bytes(blocks),
             counters=counters,
             logit_scale=logit_scale,
-            out_dtype=out_dtype,
-            q_bytes=span_bytes(q),
-            o_bytes=0 if out is None else span_bytes(out),
-            lse_bytes=0 if lse is None else span_bytes(lse),
-            sinks_bytes=0 if sinks is None else span_bytes(sinks),
             q_as_bytes=q.dtype.itemsize == 1,
+            **spans_of_arguments(given),
         )
+
+    def refuse_overlap(self, given: DecodeArguments) -> None:
+        """Refuses results that lie over each other or an input, naming both."""
+        refuse_overlap(given.out, given.lse, _inputs(given))
 
     def _check(self, shape: DecodeShape, device: torch.device, target: Target) -> None:
         """Refuses a call that the plan was not made for, and says what is needed."""
@@ -393,21 +386,3 @@ def _inputs(given: DecodeArguments) -> dict[str, Any]:
     """What a call reads, by the names of messages."""
     tensors = tensors_of(given.cache, given.page_table)
     return {"q": given.q, **tensors, "sinks": given.sinks, "q_descale": given.q_descale}
-
-
-def _may_overlap(call: PreparedDecode, bound: BoundCache, table: BoundTable, given: DecodeArguments) -> bool:
-    """Whether a result may share memory with what a call reads, or the other one; the checks say which."""
-    out, lse, sinks, q_descale = given.out, given.lse, given.sinks, given.q_descale
-    begin = given.q.data_ptr()
-    spans = [*bound.spans, *table.spans, (begin, begin + call.q_bytes)]
-    if sinks is not None:
-        begin = sinks.data_ptr()
-        spans.append((begin, begin + call.sinks_bytes))
-    if isinstance(q_descale, torch.Tensor):
-        spans.append(byte_span(q_descale))
-    begin = 0 if out is None else out.data_ptr()
-    met = meets(begin, call.o_bytes, spans)
-    if lse is not None:
-        spans.append((begin, begin + call.o_bytes))
-        met = met or meets(lse.data_ptr(), call.lse_bytes, spans)
-    return met

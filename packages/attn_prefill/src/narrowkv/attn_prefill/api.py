@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from narrowkv.attn_prefill.arguments import KEYWORDS, Arguments, check_keywords
+from narrowkv.attn_prefill.arguments import APPEND, PREFILL, Arguments
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan, check_plan
 from narrowkv.attn_prefill.planning import plan_for_call
 from narrowkv.paged_cache import PagedKVCache, PageTable
@@ -73,8 +73,8 @@ def batch_prefill(
         plan = plan_for_call(PrefillPlan, q, cache, page_table, cu_seqlens_q, invariant)
     elif type(plan) is not PrefillPlan:
         check_plan(plan, PrefillPlan, "plan_prefill")
-    if not options.keys() <= KEYWORDS["batch_prefill"]:
-        check_keywords("batch_prefill", options)
+    if not options.keys() <= PREFILL.keywords:
+        PREFILL.check_keywords(options)
     return plan.call(Arguments(q, cache, page_table, cu_seqlens_q, **options))
 
 
@@ -139,6 +139,6 @@ def prefill_append(
         check_plan(plan, AppendPlan, "plan_append")
     if fp8_compute != plan.fp8_compute:
         raise ValueError(f"plan must be made with fp8_compute={fp8_compute}: call plan_append again")
-    if not options.keys() <= KEYWORDS["prefill_append"]:
-        check_keywords("prefill_append", options)
+    if not options.keys() <= APPEND.keywords:
+        APPEND.check_keywords(options)
     return plan.call(Arguments(q, cache, page_table, cu_seqlens_q, k_new, v_new, **options))

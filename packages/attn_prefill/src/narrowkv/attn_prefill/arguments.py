@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple, TypedDict
 
 import torch
 
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.runtime import errors
+from narrowkv.runtime.operation import Operation
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -104,17 +103,5 @@ class Arguments(NamedTuple):
 
 
 PLAIN_VALUES = slice(Arguments._fields.index("causal"), None)
-# The keywords of `PrefillPlan.run` and of `AppendPlan.run`, by the operation.
-KEYWORDS = {
-    "batch_prefill": frozenset(PrefillOptions.__annotations__),
-    "prefill_append": frozenset(AppendOptions.__annotations__),
-}
-
-
-def check_keywords(operation: str, given: Iterable[str]) -> None:
-    """Raises for a keyword that the operation does not have.
-
-    Raises:
-        TypeError: as Python does.
-    """
-    errors.check_keywords(operation, given, KEYWORDS[operation])
+PREFILL = Operation("batch_prefill", PrefillOptions, Arguments, "plan_prefill")
+APPEND = Operation("prefill_append", AppendOptions, Arguments, "plan_append")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from narrowkv.attn_decode.checks import check_transform, fold_q_descale
 from narrowkv.attn_decode.planning import plan_for_call as decode_plan_for_call
-from narrowkv.attn_prefill.arguments import PLAIN_VALUES, Arguments, check_keywords
+from narrowkv.attn_prefill.arguments import APPEND, PLAIN_VALUES, PREFILL, Arguments
 from narrowkv.attn_prefill.binding import matrix_of, storing_constants
 from narrowkv.attn_prefill.checks import (
     append_shape,
@@ -40,12 +40,11 @@ from narrowkv.runtime.errors import (
     check_no_grad,
 )
 from narrowkv.runtime.launch import BoundLaunch, PreparedCall, active_target, executor, is_compiled
+from narrowkv.runtime.operation import Operation, Prepared, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
-from narrowkv.runtime.spans import meets, span_bytes
 
 _LOG2E = math.log2(math.e)
 _NOTHING: dict[str, Any] = {}
-_INPUTS = ("q", "cu_seqlens_q", "sinks", "q_descale", "k_new", "v_new")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,8 +68,8 @@ class ServedClass:
     memory_sizes: MemorySizes | None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class PreparedPrefill:
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class PreparedPrefill(Prepared):
     """The launches and values of calls whose tensors have the same shapes, strides, dtypes and devices.
 
     Attributes:
@@ -85,8 +84,8 @@ class PreparedPrefill:
         q_as_bytes: an FP8 query goes to a matrix unit of another format.
         has_options: whether kernels take a log-sum-exp, sinks, a descale of the query or shifts of logits.
         starts_as_is: whether `cu_seqlens_q` goes to kernels as it is, else as a contiguous copy.
-        out_dtype: of a new output.
-        input_bytes: bytes that each of `_INPUTS` spans; out_bytes, lse_bytes: the same of results.
+
+    The other attributes are those of `Prepared`; launches are those of the classes.
     """
 
     classes: tuple[ServedClass, ...]
@@ -99,10 +98,6 @@ class PreparedPrefill:
     q_as_bytes: bool
     has_options: bool
     starts_as_is: bool
-    out_dtype: torch.dtype
-    input_bytes: tuple[int, ...]
-    out_bytes: int
-    lse_bytes: int
 
 
 class _Checked(NamedTuple):
@@ -124,6 +119,8 @@ class _Checked(NamedTuple):
 
 class PrefillPlan(PrefillSettings):
     """All of a prefill that does not depend on the values of lengths and page ids; see `PrefillSettings`."""
+
+    operation: ClassVar[Operation] = PREFILL
 
     def kernels(
         self,
@@ -177,7 +174,7 @@ class PrefillPlan(PrefillSettings):
         The first call with some dtypes, strides and options checks them, and the first one of some size
         prepares its launches; later calls with the same ones only launch.
         """
-        check_keywords("batch_prefill", options)
+        self.operation.check_keywords(options)
         return self.call(Arguments(q, cache, page_table, cu_seqlens_q, **options))
 
     def call(self, given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -218,14 +215,8 @@ class PrefillPlan(PrefillSettings):
             call = self._checked_call(bound, table, turn, signature, given)
         if bound.scales or type(q_descale) is not float:
             check_scales({**bound.scales, "q_descale": q_descale}, given.validate)
-        if out is not None or lse is not None or k_new is not None:
-            if _may_overlap(call, bound, table, turn, given):
-                refuse_shared_memory(given)
-        o = out
-        if o is None:
-            o = torch.empty((*q.shape[:2], self.shape.v_dim), dtype=call.out_dtype, device=q.device)
-        if lse is None and given.return_lse:
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        read = table.spans if turn is None else [*table.spans, *turn.spans]
+        o, lse = self.results(call, given, bound.spans, read, bound.store)
         if call.classes:
             rows, shift = q.view(torch.uint8) if call.q_as_bytes else q, None
             if bound.transforms:
@@ -389,10 +380,6 @@ class PrefillPlan(PrefillSettings):
                         memory_sizes,
                     )
                 )
-        tensors = [getattr(given, name) for name in (*_INPUTS, "out", "lse")]
-        *inputs, out_bytes, lse_bytes = (
-            span_bytes(x) if isinstance(x, torch.Tensor) and shape.num_tokens else 0 for x in tensors
-        )
         return PreparedPrefill(
             classes=tuple(classes),
             decodes=decodes and shape.num_tokens > 0,
@@ -404,11 +391,14 @@ class PrefillPlan(PrefillSettings):
             q_as_bytes=not self.appends and self.config.fp8 not in (None, self.k_format),
             has_options=traits.has_options,
             starts_as_is=given.cu_seqlens_q.is_contiguous(),
-            out_dtype=checked.out_dtype,
-            input_bytes=tuple(inputs),
-            out_bytes=out_bytes,
-            lse_bytes=lse_bytes,
+            out=((*given.q.shape[:2], self.shape.v_dim), checked.out_dtype),
+            lse=(given.q.shape[:2], torch.float32),
+            **(spans_of_arguments(given) if shape.num_tokens else {}),
         )
+
+    def refuse_overlap(self, given: Arguments) -> None:
+        """Refuses results that lie over each other or an input, and new tokens that lie in the cache."""
+        refuse_shared_memory(given)
 
     def _launches(
         self, route: Route, bound: BoundCache, table: BoundTable, turn: BoundRope | None, given: Arguments,
@@ -427,26 +417,14 @@ class PrefillPlan(PrefillSettings):
         found = self._layouts.get(key)
         if found is not None:
             return found
-        names = [
-            "q", "out", "starts", "ids", "row", "lens", "num_ids", "max_pages", "qk_scale", "out_scale",
-            *route.sizes, *bound.readings[config.reading].arguments,
-        ]  # fmt: skip
-        if traits.has_options:
-            names += ["lse", "sinks", "q_descale", "shift"]
-        if bound.store is not None:
-            names += ["k_new", "v_new", "given_q", "k_scale", *bound.new_arguments]
-        if turn is not None:
-            names += turn.arguments
-        if route.in_pages:
-            names.append("page_desc")
-        if isinstance(memory, MemorySizes):
-            names += ["block", "counters", *memory.arguments]
         steps = launches_of(route, given, traits, bound, table, checked.logit_scale, checked.soft_cap)
-        return self._layouts.keep(key, PreparedCall(names, steps))
+        return self._layouts.keep(key, PreparedCall(None, steps))
 
 
 class AppendPlan(PrefillPlan):
     """A `PrefillPlan` for `prefill_append`."""
+
+    operation: ClassVar[Operation] = APPEND
 
     def run(  # type: ignore[override]
         self,
@@ -459,48 +437,8 @@ class AppendPlan(PrefillPlan):
         **options: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`prefill_append` by this plan: the same arguments and results; see `PrefillPlan.run`."""
-        check_keywords("prefill_append", options)
+        self.operation.check_keywords(options)
         return self.call(Arguments(q, cache, page_table, cu_seqlens_q, k_new, v_new, **options))
-
-
-def _may_overlap(
-    call: PreparedPrefill, bound: BoundCache, table: BoundTable, turn: BoundRope | None, given: Arguments
-) -> bool:
-    """Whether what a call writes may share memory with what it reads; the checks say which."""
-    k_new, v_new, sinks, q_descale = given.k_new, given.v_new, given.sinks, given.q_descale
-    q_bytes, starts_bytes, sinks_bytes, descale_bytes, k_bytes, v_bytes = call.input_bytes
-    begin, first = given.q.data_ptr(), given.cu_seqlens_q.data_ptr()
-    spans = [*table.spans, (begin, begin + q_bytes), (first, first + starts_bytes)]
-    if sinks is not None:
-        begin = sinks.data_ptr()
-        spans.append((begin, begin + sinks_bytes))
-    if descale_bytes:
-        begin = q_descale.data_ptr()  # type: ignore[union-attr]
-        spans.append((begin, begin + descale_bytes))
-    if k_new is not None and v_new is not None:
-        begin, first = k_new.data_ptr(), v_new.data_ptr()
-        spans += ((begin, begin + k_bytes), (first, first + v_bytes))
-        if turn is not None:
-            spans += turn.spans
-        assert bound.store is not None
-        low, high = bound.store.hull
-        for begin, end in spans:
-            if begin < high and low < end:
-                for first, last in bound.store.spans:
-                    if begin < last and first < end:
-                        return True
-    out, lse = given.out, given.lse
-    if out is None and lse is None:
-        return False
-    spans += bound.spans
-    if out is not None and call.out_bytes:
-        begin = out.data_ptr()
-        end = begin + call.out_bytes
-        for first, last in spans:
-            if begin < last and first < end:
-                return True
-        spans.append((begin, end))
-    return lse is not None and meets(lse.data_ptr(), call.lse_bytes, spans)
 
 
 def check_plan(plan: object, kind: type[PrefillPlan], maker: str) -> None:

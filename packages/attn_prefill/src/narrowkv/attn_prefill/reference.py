@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from narrowkv.attn_prefill.arguments import Arguments, check_keywords
+from narrowkv.attn_prefill.arguments import APPEND, PREFILL, Arguments
 from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.paged_cache import PagedKVCache, PageTable, append_reference, apply_rope_reference
 from narrowkv.quant import lse_correction
@@ -29,7 +29,7 @@ def batch_prefill_reference(
     **options: Unpack[PrefillOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`batch_prefill` in float32, sequence by sequence; same arguments; reads lengths on the host."""
-    check_keywords("batch_prefill", options)
+    PREFILL.check_keywords(options)
     given = Arguments(q, cache, page_table, cu_seqlens_q, **options)
     scale = q.shape[2] ** -0.5 if given.sm_scale is None else given.sm_scale
     shift = None
@@ -77,7 +77,7 @@ def prefill_append_reference(
 
     It computes as without `fp8_compute`.
     """
-    check_keywords("prefill_append", options)
+    APPEND.check_keywords(options)
     given = Arguments(q, cache, page_table, cu_seqlens_q, k_new, v_new, **options)
     rope = given.rope
     scale = q.shape[2] ** -0.5 if given.sm_scale is None else given.sm_scale

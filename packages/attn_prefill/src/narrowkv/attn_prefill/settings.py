@@ -182,7 +182,7 @@ class PrefillSettings(Plan):
     @property
     def maker(self) -> str:
         """The function that makes such plans."""
-        return "plan_append" if self.appends else "plan_prefill"
+        return self.operation.maker
 
     @property
     def _decodes(self) -> bool:

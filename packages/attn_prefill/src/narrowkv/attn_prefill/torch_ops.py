@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
-from narrowkv.attn_prefill.arguments import check_keywords
+from narrowkv.attn_prefill.arguments import APPEND, PREFILL
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.torch_ops import (
@@ -84,7 +84,7 @@ def traced_prefill(
 
     A plan is passed by its handle: it must be alive where the traced call runs.
     """
-    check_keywords("batch_prefill", options)
+    PREFILL.check_keywords(options)
     on_device = q_descale if isinstance(q_descale, torch.Tensor) else None
     tensors = (
         as_bytes(q), *cache_tensors(cache), page_table.page_ids, page_table.kv_indptr,
@@ -116,7 +116,7 @@ def traced_append(
     **options: object,
 ) -> Any:
     """`prefill_append` through its operators; see `traced_prefill`."""
-    check_keywords("prefill_append", (name for name in options if name != "fp8_compute"))
+    APPEND.check_keywords(name for name in options if name != "fp8_compute")
     tensors = (
         q, k_new, v_new, *cache_tensors(cache), page_table.page_ids, page_table.seq_lens, cu_seqlens_q,
         *rope_tensors(rope), sinks,

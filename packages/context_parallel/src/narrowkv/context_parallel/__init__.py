@@ -9,8 +9,8 @@ Example:
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.context_parallel.api import cp_paged_decode
 from narrowkv.context_parallel.chunk import cp_chunk_attention
+from narrowkv.context_parallel.exchange import merge_over_ranks
 from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
-from narrowkv.context_parallel.merging import merge_over_ranks
 from narrowkv.context_parallel.plan import CPDecodePlan, plan_cp_decode
 from narrowkv.context_parallel.prefill import cp_prefill
 from narrowkv.context_parallel.reference import cp_paged_decode_reference

@@ -8,9 +8,9 @@ import torch
 
 from narrowkv.attn_decode import merge_states
 from narrowkv.attn_prefill import batch_prefill
+from narrowkv.context_parallel.exchange import merge_over_ranks
 from narrowkv.context_parallel.groups import Group, all_gather, check_layout, group_of
 from narrowkv.context_parallel.layout import ShardLayout
-from narrowkv.context_parallel.merging import merge_over_ranks
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_one_width
 from narrowkv.paged_cache.descales import static_scales

@@ -18,11 +18,10 @@ from narrowkv.context_parallel.buffers import (
     exchange_bytes,
     symmetric_places,
 )
-from narrowkv.context_parallel.exchange import COMMS, PARTIAL_DTYPES, Partial, sent_bytes
+from narrowkv.context_parallel.exchange import COMMS, PARTIAL_DTYPES, Partial, SymmetricMemory, sent_bytes
 from narrowkv.context_parallel.groups import Group, agreement, all_gather, check_layout, group_of
 from narrowkv.context_parallel.heads import every_nth_head
 from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
-from narrowkv.context_parallel.symmetric import SymmetricMemory
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.checks import check_one_width
 from narrowkv.paged_cache.descales import static_scales

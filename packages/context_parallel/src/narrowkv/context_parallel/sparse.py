@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from narrowkv.context_parallel.exchange import merge_over_ranks
 from narrowkv.context_parallel.groups import Group, all_gather, check_layout, group_of
 from narrowkv.context_parallel.layout import ShardLayout
-from narrowkv.context_parallel.merging import merge_over_ranks
 from narrowkv.runtime.errors import check_shape
 from narrowkv.sparse_fp8 import KVSource, sparse_decode
 

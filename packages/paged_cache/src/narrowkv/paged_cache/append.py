@@ -369,7 +369,7 @@ def _prepare(
         **{name: None if values[name] is None else Arg(name) for name in ("k_offset", "k_balance")},
         slot_mapping=Arg("slots"), slot_step=Arg("slot_step"), num_slots=Arg("num_slots"),
     )  # fmt: skip
-    call = PreparedCall(tuple(values), [launch])
+    call = PreparedCall(None, [launch])
     return _Prepared(call, _rows_of(k_new), _rows_of(v_new), None if q is None else _rows_of(q))
 
 

@@ -1,23 +1,25 @@
-"""What every operation is made of: a plan, calls that are prepared once, and scratch memory.
+"""What every operation is made of: its keywords, its plans, calls that are prepared once, scratch memory.
 
-docs/architecture.md, "An operation", says how the parts fit. An operation has one subclass of `Plan`, one
-frozen dataclass of its keywords, and functions that say what a call launches, arguments by name.
+docs/architecture.md, "An operation", says how the parts fit. An operation is an `Operation`, a subclass of
+`Plan`, and functions that say what a call launches, arguments by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from narrowkv.runtime import errors
 from narrowkv.runtime.errors import check_instance
-from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.options import LaunchOptions
-from narrowkv.runtime.launch.prepared import Arg, Part
+from narrowkv.runtime.launch.path import BoundLaunch
+from narrowkv.runtime.launch.prepared import Arg, Part, PreparedCall
 from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.launch.workspace import Block, Workspace, block_bytes
+from narrowkv.runtime.spans import span_bytes
 from narrowkv.runtime.targets import Target
 
 if TYPE_CHECKING:
@@ -73,15 +75,83 @@ def signature_of(*values: Any) -> tuple[Any, ...]:
         >>> signature_of(x, 0.5) == signature_of(x + 1, 0.5) != signature_of(x.T, 0.5)
         True
     """
-    grad = torch.is_grad_enabled()
+    grad, tensor = torch.is_grad_enabled(), torch.Tensor
     return tuple(
         [
-            (type(x), x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad)
-            if isinstance(x, torch.Tensor)
-            else x
+            x if x is None or not isinstance(x, tensor)
+            else (type(x), x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad)
             for x in values
         ]
-    )
+    )  # fmt: skip
+
+
+class Operation:
+    """A public function that plans serve, by what it is called with.
+
+    Args:
+        name: of the function.
+        options: the `TypedDict` of its keywords: one list for the function, `run` of its plans, the reference
+            and the operator.
+        arguments: the `NamedTuple` of a call's arguments: tensors, structures, keywords with their defaults.
+        maker: the name of the function that makes its plans.
+
+    Attributes:
+        keywords: names of the keywords.
+    """
+
+    def __init__(self, name: str, options: Any, arguments: Any, maker: str) -> None:
+        self.name, self.arguments, self.maker = name, arguments, maker
+        self.keywords = frozenset(options.__annotations__)
+
+    def check_keywords(self, given: Iterable[str]) -> None:
+        """Raises for a keyword that the function does not have.
+
+        Raises:
+            TypeError: as Python does.
+        """
+        errors.check_keywords(self.name, given, self.keywords)
+
+
+Spans = Sequence[tuple[int, int]]  # first address of each, and the one behind its last
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Prepared:
+    """A checked call, which calls with the same metadata repeat; operations add what else they need.
+
+    Attributes:
+        launches: of the call; None where there is nothing to launch.
+        out, lse: shape and dtype of the output and of the log-sum-exp that a call allocates.
+        inputs: tensors that are read, as places among the call's arguments, and the bytes that each spans.
+        outputs: bytes that the given output and log-sum-exp span.
+        scratch_bytes: of the block `SCRATCH` that each call allocates.
+    """
+
+    launches: PreparedCall | None = None
+    out: Block = ((), torch.float32)
+    lse: Block = ((), torch.float32)
+    inputs: tuple[tuple[int, int], ...] = ()
+    outputs: tuple[int, int] = (0, 0)
+    scratch_bytes: int = 0
+
+
+def spans_of_arguments(given: Any, unread: Collection[str] = ()) -> dict[str, Any]:
+    """`inputs` and `outputs` of a `Prepared`: what the tensors among a call's arguments span.
+
+    Args:
+        given: the arguments, a named tuple with `out` and `lse`.
+        unread: names of tensors that no launch reads once a result is written.
+    """
+    sizes = {
+        name: span_bytes(value)
+        for name, value in zip(given._fields, given, strict=True)
+        if isinstance(value, torch.Tensor)
+    }
+    outputs = sizes.pop("out", 0), sizes.pop("lse", 0)
+    inputs = [
+        (given._fields.index(name), size) for name, size in sizes.items() if size and name not in unread
+    ]
+    return {"inputs": tuple(inputs), "outputs": outputs}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -89,8 +159,10 @@ class Plan:
     """What the calls of an operation share up to one size: the base of the operations' plans.
 
     A subclass adds its shape, keywords and configuration, says in `blocks` what scratch its largest call
-    takes, in `kernels` what it launches, in `explain` what was chosen. Two plans are equal only if they are
-    the same object.
+    takes, in `kernels` what it launches, in `explain` what was chosen, in `refuse_overlap` by which names
+    messages call what a call reads. Its calls find in `calls` what was prepared for their metadata, or check,
+    bind and prepare; then they take their results from `results`, and launch. Two plans are equal only if
+    they are the same object.
 
     Attributes:
         target: what it was planned for.
@@ -99,6 +171,7 @@ class Plan:
         handle: the name by which operators of `torch.ops.narrowkv` find the plan in this process.
     """
 
+    operation: ClassVar[Operation]  # that its calls carry out
     most_calls: ClassVar[int] = 256  # prepared calls that a plan keeps
     target: Target
     device: torch.device
@@ -156,6 +229,66 @@ class Plan:
         key = (kernel, tuple(constexprs.items()), options)
         known = self._bound.get(key)
         return known or self._bound.setdefault(key, BoundLaunch(kernel, constexprs, options))
+
+    def results(
+        self, call: Prepared, given: Any, cache: Spans = (), read: Spans = (), store: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output and the log-sum-exp of a call, new where none is given; None where none is wanted.
+
+        Args:
+            call: what was prepared.
+            given: the arguments, with `out`, `lse` and `return_lse`.
+            cache: addresses of a cache that is read; read: of other structures that are read.
+            store: what the call writes of the cache, with its `spans` and their `hull`; None if nothing.
+
+        Raises:
+            ValueError: the call would write to what it reads, or one result lies over the other.
+        """
+        out, lse = given.out, given.lse
+        if out is not None or lse is not None or store is not None:
+            taken = [*read]
+            for index, size in call.inputs:
+                begin = given[index].data_ptr()
+                taken.append((begin, begin + size))
+            met = False
+            if store is not None:
+                first, last = store.hull
+                for begin, end in taken:
+                    if begin < last and first < end:
+                        for low, high in store.spans:
+                            met = met or (begin < high and low < end)
+            taken += cache
+            if out is not None and call.outputs[0]:
+                begin = out.data_ptr()
+                end = begin + call.outputs[0]
+                for low, high in taken:
+                    if begin < high and low < end:
+                        met = True
+                taken.append((begin, end))
+            if lse is not None and call.outputs[1]:
+                begin = lse.data_ptr()
+                end = begin + call.outputs[1]
+                for low, high in taken:
+                    if begin < high and low < end:
+                        met = True
+            if met:
+                self.refuse_overlap(given)
+        if out is None:
+            shape, dtype = call.out
+            out = torch.empty(shape, dtype=dtype, device=self.device)
+        if lse is None and given.return_lse:
+            shape, dtype = call.lse
+            lse = torch.empty(shape, dtype=dtype, device=self.device)
+        return out, lse
+
+    def refuse_overlap(self, given: Any) -> None:
+        """Names what a call would write to and reads, if anything; `results` has found that spans meet."""
+        raise NotImplementedError
+
+    def scratch_block(self, call: Prepared) -> torch.Tensor | None:
+        """The scratch of a call that the workspace does not hold."""
+        size = call.scratch_bytes
+        return torch.empty(size, dtype=torch.uint8, device=self.device) if size else None
 
     def scratch(self, blocks: Mapping[str, Block]) -> tuple[dict[str, Any], int]:
         """Scratch of a call as arguments of its launches.

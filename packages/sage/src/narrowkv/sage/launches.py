@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.sage import TokenGroups
+from narrowkv.quant.sage import TokenGroups, token_groups
 from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import (
     Arg,
@@ -28,9 +29,13 @@ from narrowkv.runtime.launch import (
     launch_by_name,
 )
 from narrowkv.runtime.launch.workspace import Block
+from narrowkv.runtime.operation import Plan
+from narrowkv.sage.checks import windows_of
+from narrowkv.sage.config import SageConfig
 from narrowkv.sage.kernels import (
     ChannelStatistics,
     Groups,
+    Mask,
     Narrow,
     NarrowKeys,
     NarrowQuery,
@@ -49,7 +54,7 @@ from narrowkv.sage.kernels import (
     _sequence_bounds_kernel,
     _tile_lists_kernel,
 )
-from narrowkv.sage.settings import SageSettings
+from narrowkv.sage.options import SageArguments
 from narrowkv.sage.shapes import ROW_ALIGNMENT, SageShape, descriptor_of
 
 Memory = Mapping[str, Any]
@@ -65,6 +70,66 @@ _BOUNDS = LaunchOptions(num_warps=1, num_stages=1)
 _MEANS = LaunchOptions(num_warps=4, num_stages=1)
 _LISTS = LaunchOptions(num_warps=1, num_stages=1)
 _MEAN_BLOCKS = 16  # blocks of Q whose means meet a tile of keys at once: the least rows of a dot
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SageSettings(Plan):
+    """The part of a `SagePlan` that its launches are made from.
+
+    Attributes:
+        shape: the sizes of the largest call.
+        options: the keywords of `plan_sage`.
+        config: the launch configuration.
+        cu_seqlens_q, cu_seqlens_k: where sequences begin, unless a call says so; None for a dense batch.
+    """
+
+    shape: SageShape
+    options: SageArguments
+    config: SageConfig
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+
+    @cached_property
+    def qk_format(self) -> str:
+        """Format of Q and K in scratch: "int8", "int4" or the target's FP8."""
+        return self.config.fp8 if self.options.qk_dtype == "fp8" else self.options.qk_dtype
+
+    @cached_property
+    def q_groups(self) -> TokenGroups | None:
+        """Tokens of Q that share a descale; None for the whole tensor."""
+        return token_groups("q", self.options.q_granularity)
+
+    @cached_property
+    def k_groups(self) -> TokenGroups | None:
+        """Tokens of K that share a descale; None for the whole tensor."""
+        return token_groups("k", self.options.k_granularity)
+
+    @cached_property
+    def mask(self) -> Mask:
+        """Which keys a query attends to."""
+        return Mask(*windows_of(self.options.causal, self.options.window))
+
+    @property
+    def smooth_k(self) -> bool:
+        """Whether the means of K are taken out."""
+        return self.options.smooth_k
+
+    @property
+    def smooth_q(self) -> bool:
+        """Whether the means of Q are taken out."""
+        return self.options.smooth_q
+
+    @property
+    def block_sizes(self) -> tuple[int, int] | None:
+        """Queries and keys of a block of the block mask; None for a plan without one."""
+        return self.options.block_sizes
+
+    @cached_property
+    def sm_scale(self) -> float:
+        """The softmax scale."""
+        scale = self.options.sm_scale
+        return float(self.shape.head_dim**-0.5 if scale is None else scale)
+
 
 # --------------------------------------------------------------------------------------------------- memory
 

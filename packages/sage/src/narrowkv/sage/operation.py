@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -22,48 +22,42 @@ from narrowkv.runtime.errors import (
 )
 from narrowkv.runtime.launch import Arg, BoundLaunch, PreparedCall
 from narrowkv.runtime.launch.workspace import Block
-from narrowkv.runtime.operation import SCRATCH, signature_of
-from narrowkv.runtime.spans import share_memory, span_bytes
+from narrowkv.runtime.operation import (
+    Operation,
+    Prepared,
+    signature_of,
+    spans_of_arguments,
+)
 from narrowkv.runtime.targets import Target
 from narrowkv.sage import launches
 from narrowkv.sage.checks import FLOATS, check_block_mask, check_starts, dimensions, windows_of
 from narrowkv.sage.config import choose_config
-from narrowkv.sage.settings import SageOptions, SageSettings
+from narrowkv.sage.options import (
+    IN_CALL,
+    SageArguments,
+    SageAttendOptions,
+    SageOptions,
+    SagePlanOptions,
+    SageRunOptions,
+)
 from narrowkv.sage.shapes import QuantizedKV, SageShape
 from narrowkv.sage.sixteen_bit import attend as attend_in_16_bits
 from narrowkv.sage.sixteen_bit import why_quantised
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _CACHED_PLANS = 256
-
-
-class _Prepared(NamedTuple):
-    """A checked call that can be repeated with other tensors of the same metadata.
-
-    Attributes:
-        launches: of the call.
-        size: of the call.
-        scratch_bytes: of the memory that it allocates.
-        blocks: the tensors that it returns, by name.
-        q_bytes, k_bytes, starts_bytes, out_bytes, lse_bytes: that tensors span; `k_bytes` where K is read
-            after its quantisation.
-        kv_bytes: that K, V and the source of K span in `QuantizedKV`, if a call takes one.
-    """
-
-    launches: PreparedCall
-    size: SageShape
-    scratch_bytes: int
-    blocks: dict[str, Block]
-    q_bytes: int = 0
-    k_bytes: int = 0
-    starts_bytes: int = 0
-    out_bytes: int = 0
-    lse_bytes: int = 0
-    kv_bytes: tuple[int, int, int] = (0, 0, 0)
+SAGE = Operation("sage_attention", SageOptions, SageArguments, "plan_sage")
+PLAN = Operation("plan_sage", SagePlanOptions, SageArguments, "plan_sage")
+ATTEND = Operation("attend", SageAttendOptions, SageArguments, "plan_sage")
+_RESULTS = SageArguments._fields.index("out")
+RUN = Operation("run", SageRunOptions, SageArguments, "plan_sage")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SagePlan(SageSettings):
+class SagePlan(launches.SageSettings):
     """A Sage attention up to one size, ready to quantise and to attend.
 
     Made by `plan_sage`. `quantize_kv`, `attend` and `run` make no host synchronisation, so they can be
@@ -71,6 +65,8 @@ class SagePlan(SageSettings):
     tensors. Its attributes are those of `SageSettings` and of `narrowkv.runtime.operation.Plan`; the
     workspace holds scratch of the queries and of statistics.
     """
+
+    operation: ClassVar[Operation] = SAGE
 
     def blocks(self) -> dict[str, Block]:
         """Scratch of the largest call by name: shapes and dtypes."""
@@ -132,51 +128,34 @@ class SagePlan(SageSettings):
         """
         starts = self.cu_seqlens_k if cu_seqlens_k is None else cu_seqlens_k
         signature = signature_of("keys", k, v, starts)
-        call = self.calls.find(signature)
-        if call is None:
-            call = self.calls.keep(signature, self._prepare_keys(k, v, starts))
+        found = self.calls.find(signature)
+        if found is None:
+            found = self.calls.keep(signature, self._prepare_keys(k, v, starts))
+        call, size, blocks = found
         if validate:
             check_starts("cu_seqlens_k", starts, k.shape[0])
-        empty, device, scratch = torch.empty, self.device, self._allocate(call)
+        empty, device = torch.empty, self.device
         made = {}
-        for name, (shape, dtype) in call.blocks.items():
+        for name, (shape, dtype) in blocks.items():
             made[name] = empty(shape, dtype=dtype, device=device)
-        call.launches.run(
-            k=k, v=v, k_starts=None if starts is None else _contiguous(starts), scratch=scratch, **made
-        )
+        k_starts = None if starts is None else _contiguous(starts)
+        call.launches.run(k=k, v=v, k_starts=k_starts, scratch=self.scratch_block(call), **made)
         return QuantizedKV(
             launches.as_stored(made["k_codes"], self.qk_format), made["k_descale"], made.get("k_mean"),
-            launches.as_stored(made["v_codes"], self.config.fp8), made["v_descale"], call.size,
+            launches.as_stored(made["v_codes"], self.config.fp8), made["v_descale"], size,
             self.qk_format, self.config.fp8, self.k_groups, self.config.key_order, made.get("k_bounds"),
             self._viewed(k) if self.smooth_q else None,
         )  # fmt: skip
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: QuantizedKV,
-        *,
-        cu_seqlens_q: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        block_mask: torch.Tensor | None = None,
-        validate: bool = False,
-    ) -> Result:
+    def attend(self, q: torch.Tensor, kv: QuantizedKV, **options: Unpack[SageAttendOptions]) -> Result:
         """Attention of `q` over quantised keys and values.
 
         Args:
             q: bf16 or fp16 `[batch, q_len, num_qo_heads, head_dim]`, or `[q_tokens, num_qo_heads, head_dim]`
                 with cu_seqlens; at most the plan's size.
             kv: from `quantize_kv` of this plan, or of one with the same keys.
-            cu_seqlens_q: int32 or int64 `[batch + 1]`; None takes the plan's.
-            out: where to write, like q; bf16 or fp16.
-            lse: where to write the log-sum-exp, fp32, shaped like q without head_dim; returned only
-                with `return_lse`.
-            return_lse: also return the log-sum-exp.
-            block_mask: of a plan with `block_sizes`, as for `sage_attention`; any values may change between
-                calls.
-            validate: also read `cu_seqlens_q` and refuse wrong values, which waits for the device.
+            **options: `cu_seqlens_q`, `out`, `lse`, `return_lse`, `block_mask` and `validate`; see
+                `SageAttendOptions`.
 
         Returns:
             `o`, or `(o, lse)`; see `sage_attention`.
@@ -184,90 +163,76 @@ class SagePlan(SageSettings):
         Raises:
             TypeError, ValueError: tensors that the plan is not for.
         """
-        starts = self.cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q
-        kind = kv.kind if isinstance(kv, QuantizedKV) else None
-        signature = signature_of("attend", q, starts, out, lse, return_lse, kind, block_mask)
-        call = self.calls.find(signature)
-        if call is None:
-            prepared = self._prepare_attend(q, kv, starts, out, lse, return_lse, block_mask)
-            call = self.calls.keep(signature, prepared)
-        if validate:
-            check_starts("cu_seqlens_q", starts, q.shape[0])
-        if (out is not None or lse is not None) and share_memory(
-            ((out, call.out_bytes), (lse, call.lse_bytes)),
-            (
-                (q, call.q_bytes),
-                (starts, call.starts_bytes),
-                *zip((kv.k, kv.v, kv.k_source), call.kv_bytes, strict=True),
-            ),
-        ):
-            refuse_overlap(out, lse, {"q": q, **_inputs_of(kv, starts)})
-        o, sums = _results(q, out, lse, return_lse)
-        described = self.config.tma and kv.k.numel()
-        k_desc, v_desc = kv.descriptors(self.config.block_n) if described else (None, None)
-        call.launches.run(
-            q=q, out=o, lse=sums, q_starts=None if starts is None else _contiguous(starts),
-            scratch=self._allocate(call) if call.scratch_bytes else None, block_mask=block_mask,
-            k_desc=k_desc, v_desc=v_desc, **kv.arguments,
-        )  # fmt: skip
-        return (o, sums) if return_lse and sums is not None else o
+        if options and not options.keys() <= ATTEND.keywords:
+            ATTEND.check_keywords(options)
+        return self.call(SageArguments(q, kv=kv, **options))
 
     def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        cu_seqlens_q: torch.Tensor | None = None,
-        cu_seqlens_k: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        block_mask: torch.Tensor | None = None,
-        validate: bool = False,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[SageRunOptions]
     ) -> Result:
         """`quantize_kv` and `attend` in one call, with the quantised K and V in scratch memory.
 
         Args:
-            q, cu_seqlens_q, out, lse, return_lse, block_mask: as for `attend`.
-            k, v, cu_seqlens_k: as for `quantize_kv`.
-            validate: also read both cu_seqlens and refuse wrong values, which waits for the device.
+            q, k, v: as for `attend` and `quantize_kv`.
+            **options: the keywords of `attend`, and `cu_seqlens_k`; see `SageRunOptions`.
 
         Raises:
             TypeError, ValueError: tensors that the plan is not for.
         """
-        q_starts = self.cu_seqlens_q if cu_seqlens_q is None else cu_seqlens_q
-        k_starts = self.cu_seqlens_k if cu_seqlens_k is None else cu_seqlens_k
-        signature = signature_of("run", q, k, v, q_starts, k_starts, out, lse, return_lse, block_mask)
-        return self.run_as_signed(
-            signature, q, k, v, q_starts, k_starts, out, lse, return_lse, block_mask, validate
-        )
+        if options and not options.keys() <= RUN.keywords:
+            RUN.check_keywords(options)
+        return self.call(SageArguments(q, k, v, **options))
 
-    def run_as_signed(
-        self, signature: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        q_starts: torch.Tensor | None, k_starts: torch.Tensor | None, out: torch.Tensor | None,
-        lse: torch.Tensor | None, return_lse: bool, block_mask: torch.Tensor | None, validate: bool,
-    ) -> Result:  # fmt: skip
-        """`run`, for a caller whose signature has all that `signature_of` finds in these arguments."""
+    def call(self, given: SageArguments, signature: Any = None) -> Result:
+        """A call by this plan: `attend` if there is `kv`, else `run`.
+
+        Args:
+            given: its arguments; the keywords of a plan are not read.
+            signature: what the metadata of the tensors is known by, if the caller has it.
+        """
+        kv = given.kv
+        if self.cu_seqlens_q is not None:
+            given = self._with_starts(given)
+        if signature is None:
+            if kv is None:
+                signature = signature_of("run", *given[:IN_CALL])
+            else:
+                kind = getattr(kv, "kind", None)
+                signature = signature_of(given.q, given.cu_seqlens_q, *given[_RESULTS:IN_CALL], kind)
         call = self.calls.find(signature)
         if call is None:
-            prepared = self._prepare_run(q, k, v, q_starts, k_starts, out, lse, return_lse, block_mask)
-            call = self.calls.keep(signature, prepared)
-        if validate:
+            call = self.calls.keep(signature, self._prepare(given))
+        q, q_starts, k_starts = given.q, given.cu_seqlens_q, given.cu_seqlens_k
+        if given.validate:
             check_starts("cu_seqlens_q", q_starts, q.shape[0])
-            check_starts("cu_seqlens_k", k_starts, k.shape[0])
-        if (out is not None or lse is not None) and share_memory(
-            ((out, call.out_bytes), (lse, call.lse_bytes)),
-            ((q, call.q_bytes), (q_starts, call.starts_bytes), (k, call.k_bytes)),
-        ):
-            refuse_overlap(out, lse, {"q": q, **self._inputs_of_run(k, q_starts)})
-        o, sums = _results(q, out, lse, return_lse)
-        call.launches.run(
-            q=q, k=k, v=v, out=o, lse=sums, q_starts=None if q_starts is None else _contiguous(q_starts),
-            k_starts=None if k_starts is None else _contiguous(k_starts), scratch=self._allocate(call),
-            block_mask=block_mask,
-        )  # fmt: skip
-        return (o, sums) if return_lse and sums is not None else o
+            check_starts("cu_seqlens_k", k_starts, 0 if given.k is None else given.k.shape[0])
+        starts = None if q_starts is None else _contiguous(q_starts)
+        scratch = self.scratch_block(call) if call.scratch_bytes else None
+        if kv is None:
+            out, lse = self.results(call, given)
+            call.launches.run(
+                q=q, k=given.k, v=given.v, out=out, lse=lse, q_starts=starts,
+                k_starts=None if k_starts is None else _contiguous(k_starts), scratch=scratch,
+                block_mask=given.block_mask,
+            )  # fmt: skip
+        else:
+            given_result = given.out is not None or given.lse is not None
+            out, lse = self.results(call, given, kv.spans if given_result else ())
+            described = self.config.tma and kv.k.numel()
+            k_desc, v_desc = kv.descriptors(self.config.block_n) if described else (None, None)
+            call.launches.run(
+                q=q, out=out, lse=lse, q_starts=starts, scratch=scratch, block_mask=given.block_mask,
+                k_desc=k_desc, v_desc=v_desc, **kv.arguments,
+            )  # fmt: skip
+        return (out, lse) if given.return_lse and lse is not None else out
+
+    def _with_starts(self, given: SageArguments) -> SageArguments:
+        """The arguments, with the plan's lists of lengths for those that a call leaves out."""
+        if given.cu_seqlens_q is None:
+            given = given._replace(cu_seqlens_q=self.cu_seqlens_q)
+        if given.cu_seqlens_k is None and given.kv is None:
+            given = given._replace(cu_seqlens_k=self.cu_seqlens_k)
+        return given
 
     def attend_codes(
         self, codes: Mapping[str, Any], kv: QuantizedKV, out: torch.Tensor, lse: torch.Tensor | None
@@ -283,7 +248,7 @@ class SagePlan(SageSettings):
         if self.config.tma and kv.k.numel():
             memory["k_desc"], memory["v_desc"] = kv.descriptors(self.config.block_n)
         step = launches.attend(self, self.shape, out, lse, memory)
-        PreparedCall(("out", "lse"), [step]).run(out=out, lse=lse)
+        PreparedCall(None, [step]).run(out=out, lse=lse)
 
     def attend_in_16_bits(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
@@ -304,7 +269,7 @@ class SagePlan(SageSettings):
             o = self._operand("out", out, self.shape.num_qo_heads)
             check_shape("out", out, tuple(given.shape))
             check_no_overlap("out", out, q=q, k=k, v=v)
-        found = attend_in_16_bits(q, k, v, causal=self.window_right == 0, sm_scale=self.sm_scale)
+        found = attend_in_16_bits(q, k, v, causal=self.mask.RIGHT == 0, sm_scale=self.sm_scale)
         if out is None:
             return self._viewed(found).contiguous()
         o.copy_(found)
@@ -312,84 +277,68 @@ class SagePlan(SageSettings):
 
     # ------------------------------------------------------------------------------ preparing of calls
 
-    def _prepare_keys(self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None) -> _Prepared:
+    def _prepare_keys(
+        self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None
+    ) -> tuple[Prepared, SageShape, dict[str, Block]]:
+        """The launches of `quantize_kv`, the size of K and V, and the tensors that it allocates by name."""
         k, v, size = self._check_keys(k, v, starts)
         memory, scratch_bytes = self.scratch(launches.blocks_of_statistics(self, size))
         blocks = launches.blocks_of_keys(self, size)
         memory |= {name: Arg(name) for name in blocks}
         steps = launches.quantise_keys(self, size, k, v, memory)
-        call = PreparedCall(("k", "v", "k_starts", SCRATCH, *blocks), steps)
-        return _Prepared(call, size, scratch_bytes, blocks)
+        call = PreparedCall(None, steps)
+        return Prepared(launches=call, scratch_bytes=scratch_bytes), size, blocks
 
-    def _prepare_attend(
-        self, q: torch.Tensor, kv: QuantizedKV, starts: torch.Tensor | None, out: torch.Tensor | None,
-        lse: torch.Tensor | None, return_lse: bool, block_mask: torch.Tensor | None,
-    ) -> _Prepared:  # fmt: skip
-        check_instance("kv", kv, QuantizedKV)
+    def _prepare(self, given: SageArguments) -> Prepared:
+        """The launches of a call, once it is checked."""
+        q, kv, starts, options = given.q, given.kv, given.cu_seqlens_q, self.options
+        k: Any = given.k
+        if kv is None:
+            k, v, keys = self._check_keys(k, given.v, given.cu_seqlens_k)
+        else:
+            keys = check_instance("kv", kv, QuantizedKV).shape
         viewed, batch, tokens = self._check_query(q, starts)
-        self._check_kv(kv, batch)
-        self._check_results(q, out, lse, _inputs_of(kv, starts))
-        size = self._size_of_call(batch, tokens, kv.shape.k_tokens)
-        writes_lse = return_lse or lse is not None
-        memory, scratch_bytes = self.scratch(launches.blocks_of_queries(self, size, lse=writes_lse))
-        memory |= {name: Arg(name) for name, value in kv.arguments.items() if value is not None}
-        memory |= {"k_desc": Arg("k_desc"), "v_desc": Arg("v_desc")}
-        names = ("q", "out", "lse", "q_starts", SCRATCH, "block_mask", "k_desc", "v_desc", *kv.arguments)
-        steps = launches.list_tiles(self, size, self._check_blocks(block_mask, size), memory)
-        prepared = self._prepared_attention(
-            q, viewed, kv.k_source, starts, out, lse, writes_lse, size, memory, names, steps, scratch_bytes
-        )
-        return prepared._replace(kv_bytes=(span_bytes(kv.k), span_bytes(kv.v), span_bytes(kv.k_source)))
-
-    def _prepare_run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor | None,
-        k_starts: torch.Tensor | None, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
-        block_mask: torch.Tensor | None,
-    ) -> _Prepared:  # fmt: skip
-        k, v, keys = self._check_keys(k, v, k_starts)
-        viewed, batch, tokens = self._check_query(q, q_starts)
-        self._check_results(q, out, lse, self._inputs_of_run(k, q_starts))
+        if kv is not None:
+            self._check_kv(kv, batch)
+        self._check_results(given)
         size = self._size_of_call(batch, tokens, keys.k_tokens)
-        writes_lse = return_lse or lse is not None
-        blocks = launches.blocks_of_keys(self, size) | launches.blocks_of_statistics(self, size)
-        blocks |= launches.blocks_of_queries(self, size, lse=writes_lse)
+        writes_lse = given.return_lse or given.lse is not None
+        blocks = launches.blocks_of_queries(self, size, lse=writes_lse)
+        if kv is None:
+            blocks |= launches.blocks_of_keys(self, size) | launches.blocks_of_statistics(self, size)
         memory, scratch_bytes = self.scratch(blocks)
-        if self.config.tma:
-            launches.describe(memory, self, size)
-        steps = launches.quantise_keys(self, size, k, v, memory)
-        steps += launches.list_tiles(self, size, self._check_blocks(block_mask, size), memory)
-        names = ("q", "k", "v", "out", "lse", "q_starts", "k_starts", SCRATCH, "block_mask")
-        return self._prepared_attention(
-            q, viewed, k, q_starts, out, lse, writes_lse, size, memory, names, steps, scratch_bytes
+        steps: list[Any] = []
+        if kv is None:
+            if self.config.tma:
+                launches.describe(memory, self, size)
+            steps = launches.quantise_keys(self, size, k, v, memory)
+        else:
+            memory |= {name: Arg(name) for name, value in kv.arguments.items() if value is not None}
+            memory |= {"k_desc": Arg("k_desc"), "v_desc": Arg("v_desc")}
+            k = kv.k_source
+        steps += launches.list_tiles(self, size, self._check_blocks(given.block_mask, size), memory)
+        # Results that calls allocate have the strides of these.
+        out, lse = given.out, given.lse
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        if lse is None and writes_lse:
+            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        if lse is not None and options.layout == "BHSD" and lse.dim() == 3:
+            lse = lse.transpose(1, 2)
+        steps += launches.quantise_queries(self, size, viewed, k, memory, lse=writes_lse)
+        steps.append(launches.attend(self, size, self._viewed(out), lse, memory))
+        return Prepared(
+            launches=PreparedCall(None, steps if q.numel() else []),
+            out=(q.shape, q.dtype),
+            lse=(q.shape[:-1], torch.float32),
+            scratch_bytes=scratch_bytes if q.numel() else 0,
+            **spans_of_arguments(given, self._unread),
         )
 
-    def _prepared_attention(
-        self, q: torch.Tensor, viewed: torch.Tensor, k_source: torch.Tensor | None,
-        starts: torch.Tensor | None, out: torch.Tensor | None, lse: torch.Tensor | None, writes_lse: bool,
-        size: SageShape, memory: dict[str, Any], names: tuple[str, ...], steps: list[Any], scratch_bytes: int,
-    ) -> _Prepared:  # fmt: skip
-        """The steps `steps`, then those of `q`, and attention."""
-        # Results that calls allocate have the strides of these.
-        o, sums = _results(q, out, lse, writes_lse)
-        o = self._viewed(o)
-        if sums is not None and self.layout == "BHSD" and sums.dim() == 3:
-            sums = sums.transpose(1, 2)
-        steps = [
-            *steps,
-            *launches.quantise_queries(self, size, viewed, k_source, memory, lse=writes_lse),
-            launches.attend(self, size, o, sums, memory),
-        ]
-        call = PreparedCall(names, steps if q.numel() else [])
-        return _Prepared(
-            call, size, scratch_bytes if q.numel() else 0, {}, span_bytes(q),
-            span_bytes(k_source) if self.smooth_q else 0, span_bytes(starts), span_bytes(out),
-            span_bytes(lse),
-        )  # fmt: skip
-
-    def _allocate(self, call: _Prepared) -> torch.Tensor | None:
-        """The scratch of a call that the workspace does not hold."""
-        size = call.scratch_bytes
-        return torch.empty(size, dtype=torch.uint8, device=self.device) if size else None
+    @property
+    def _unread(self) -> tuple[str, ...]:
+        """Tensors of a call that are not read once a result is written."""
+        before = ("v", "cu_seqlens_k", "block_mask")
+        return before if self.smooth_q else ("k", *before)
 
     # ------------------------------------------------------------------------------------------ checks
 
@@ -410,19 +359,23 @@ class SagePlan(SageSettings):
         q = self._operand("q", q, self.shape.num_qo_heads)
         return q, *self._sequences("q", q, starts, self.shape.q_tokens)
 
-    def _check_results(
-        self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, inputs: Mapping[str, Any]
-    ) -> None:
+    def _check_results(self, given: SageArguments) -> None:
+        q, out, lse = given.q, given.out, given.lse
         if out is not None:
             self._operand("out", out, self.shape.num_qo_heads)
             check_shape("out", out, tuple(q.shape))
         if lse is not None:
             check_lse(lse, tuple(q.shape[:-1]), self.device, any_strides=True)
-        refuse_overlap(out, lse, {"q": q, **inputs})
+        self.refuse_overlap(given)
 
-    def _inputs_of_run(self, k: torch.Tensor, starts: torch.Tensor | None) -> dict[str, Any]:
-        """What is read after the first result is written, or while it is."""
-        return {"K as it came": k if self.smooth_q else None, "cu_seqlens_q": starts}
+    def refuse_overlap(self, given: SageArguments) -> None:
+        """Refuses results that lie over what is read after the first of them is written, or while it is."""
+        kv, inputs = given.kv, {"q": given.q, "cu_seqlens_q": given.cu_seqlens_q}
+        if kv is None:
+            inputs["K as it came"] = given.k if self.smooth_q else None
+        else:
+            inputs |= {"k": kv.k, "v": kv.v, "K as it came": kv.k_source}
+        refuse_overlap(given.out, given.lse, inputs)
 
     def _check_blocks(self, block_mask: torch.Tensor | None, size: SageShape) -> torch.Tensor | None:
         """The block mask of a call of this size, once it is checked."""
@@ -433,14 +386,14 @@ class SagePlan(SageSettings):
 
     def _viewed(self, x: torch.Tensor) -> torch.Tensor:
         """A dense tensor of either layout as BSHD."""
-        return x.transpose(1, 2) if self.layout == "BHSD" and not self.shape.ragged else x
+        return x.transpose(1, 2) if self.options.layout == "BHSD" and not self.shape.ragged else x
 
     def _operand(self, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
         """The tensor as BSHD, or `[tokens, heads, head_dim]`, once it is checked."""
         shape = self.shape
         check_dtype(name, x, FLOATS)
         if x.dim() != (3 if shape.ragged else 4):
-            wanted = dimensions(self.layout, shape.ragged)
+            wanted = dimensions(self.options.layout, shape.ragged)
             raise ValueError(f"{name} must have shape {wanted}, got {list(x.shape)}")
         viewed = self._viewed(x)
         free = ("tokens",) if shape.ragged else ("batch", "tokens")
@@ -501,28 +454,12 @@ class SagePlan(SageSettings):
             raise ValueError(f"kv must be on {self.device} like the plan, got {kv.k.device}")
 
 
-def _inputs_of(kv: QuantizedKV, starts: torch.Tensor | None) -> dict[str, Any]:
-    """What attention over quantised keys reads beside the query, as messages name it."""
-    return {"k": kv.k, "v": kv.v, "K as it came": kv.k_source, "cu_seqlens_q": starts}
-
-
-def _results(
-    q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, wants_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The tensors that a call writes; those that are not given are new."""
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if lse is None and wants_lse:
-        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    return out, lse
-
-
 def _contiguous(starts: torch.Tensor) -> torch.Tensor:
     return starts if starts.stride(0) == 1 else contiguous_vector(starts)
 
 
 @lru_cache(maxsize=_CACHED_PLANS)
-def make_plan(target: Target, shape: SageShape, options: SageOptions, device: torch.device) -> SagePlan:
+def make_plan(target: Target, shape: SageShape, options: SageArguments, device: torch.device) -> SagePlan:
     """A plan without a workspace and without lists of lengths, the same one for equal arguments."""
     left = windows_of(options.causal, options.window)[1]
     k_block = 0 if options.block_sizes is None else options.block_sizes[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,7 +21,8 @@ from narrowkv.quant.sage import (
 )
 from narrowkv.runtime.attention.reference import attention_reference, finish
 from narrowkv.sage.api import block_sizes_of, plan_sage
-from narrowkv.sage.operation import SagePlan
+from narrowkv.sage.operation import SAGE, SagePlan
+from narrowkv.sage.options import SageArguments
 
 Ranges = list[slice]
 
@@ -86,48 +86,31 @@ def _attend(
         q_block, k_block = plan.block_sizes
         visible = (blocks != 0).repeat_interleave(q_block, 1).repeat_interleave(k_block, 2)[:, :rows, :keys]
     return attention_reference(
-        q, k, v, torch.arange(rows, device=q.device) + (keys - rows if plan.bottom_right else 0),
-        sm_scale=plan.sm_scale, logits_soft_cap=0.0, window_left=plan.window_left,
-        window_right=plan.window_right, sinks=None, visible=visible,
+        q, k, v, torch.arange(rows, device=q.device) + (keys - rows if plan.mask.BOTTOM_RIGHT else 0),
+        sm_scale=plan.sm_scale, logits_soft_cap=0.0, window_left=plan.mask.LEFT,
+        window_right=plan.mask.RIGHT, sinks=None, visible=visible,
         round_p=None if p_format is None else partial(_round_rows, format_name=p_format),
     )  # fmt: skip
 
 
 def sage_attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    qk_dtype: str | None = "int8",
-    q_granularity: str = "per_thread",
-    k_granularity: str = "per_thread",
-    causal: str | bool | None = None,
-    window: tuple[int, int] | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    smooth_k: bool = True,
-    smooth_q: bool = False,
-    sm_scale: float | None = None,
-    **how: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, qk_dtype: str | None = "int8", **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sage_attention` with the host's quantisers and fp32 attention; reads lengths on the host.
 
-    `qk_dtype=None` quantises nothing at all: then it is plain attention in fp32. `how` are the options of
-    `sage_attention`; the result is float32 unless `out` says otherwise.
+    Args:
+        q, k, v, **options: as for `sage_attention`; the result is float32 unless `out` says otherwise.
+        qk_dtype: the same; None quantises nothing at all: then it is plain attention in fp32.
     """
-    plan = plan_sage(
-        q, k, qk_dtype=qk_dtype or "int8", q_granularity=q_granularity, k_granularity=k_granularity,
-        causal=causal, window=window, layout=how.get("layout", "BSHD"), block_sizes=_block_sizes_of(how),
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        smooth_k=smooth_k, smooth_q=smooth_q, sm_scale=sm_scale,
-    )  # fmt: skip
-    if how.get("layout") == "BHSD":
+    SAGE.check_keywords(options)
+    given = SageArguments(q, k, v, qk_dtype=qk_dtype or "int8", **options)
+    plan = _plan_of(given)
+    if given.layout == "BHSD":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    blocks = how.get("block_mask")
-    o, lse = _results(plan, q, k, v, blocks, exact=qk_dtype is None, p_format=None)
-    if how.get("layout") == "BHSD":
+    o, lse = _results(plan, q, k, v, given.block_mask, exact=qk_dtype is None, p_format=None)
+    if given.layout == "BHSD":
         o, lse = o.transpose(1, 2), lse.transpose(1, 2)
-    return finish(o, lse, how.get("out"), how)
+    return finish(o, lse, given.out, options)
 
 
 def narrow_p_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -135,13 +118,18 @@ def narrow_p_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **opti
 
     How far it is from the reference is what the operation cannot avoid.
     """
-    sizes, blocks = _block_sizes_of(options), options.pop("block_mask", None)
-    plan = plan_sage(q, k, **{**options, "block_sizes": sizes})
-    return _results(plan, q, k, v, blocks, exact=False, p_format=plan.config.fp8)[0]
+    given = SageArguments(q, k, v, **options)
+    plan = _plan_of(given)
+    return _results(plan, q, k, v, given.block_mask, exact=False, p_format=plan.config.fp8)[0]
 
 
-def _block_sizes_of(options: Mapping[str, Any]) -> tuple[int, int] | None:
-    return block_sizes_of(options.get("block_mask"), options.get("block_sizes"))
+def _plan_of(given: SageArguments) -> SagePlan:
+    """The plan of a call, with its lists of lengths."""
+    sizes = block_sizes_of(given.block_mask, given.block_sizes)
+    return plan_sage(
+        given.q, given.k, cu_seqlens_q=given.cu_seqlens_q, cu_seqlens_k=given.cu_seqlens_k,
+        **given.planned | {"block_sizes": sizes},
+    )  # fmt: skip
 
 
 def _results(

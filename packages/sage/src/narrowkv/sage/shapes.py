@@ -11,11 +11,13 @@ import torch
 
 from narrowkv.quant.sage import TokenGroups
 from narrowkv.runtime.operation import Bounded
+from narrowkv.runtime.spans import span_bytes
 from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.kernels import ALIGN
 
 ROW_ALIGNMENT: int = ALIGN.value  # scratch rows that a sequence begins at a multiple of
 _kinds: Bounded[int] = Bounded(1024)
+_sizes: Bounded[tuple[int, int, int]] = Bounded(1024)  # bytes that tensors span, by kind
 _numbers = itertools.count()
 
 
@@ -116,6 +118,17 @@ class QuantizedKV:
             "k_codes": self.k, "k_descale": self.k_descale, "k_mean": self.k_mean, "v_codes": self.v,
             "v_descale": self.v_descale, "k_bounds": self.bounds, "k": self.k_source,
         }  # fmt: skip
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """Addresses that attention reads."""
+        k, v, source, sizes = self.k.data_ptr(), self.v.data_ptr(), self.k_source, _sizes.get(self.kind)
+        if sizes is None:
+            sizes = _sizes.keep(self.kind, (span_bytes(self.k), span_bytes(self.v), span_bytes(source)))
+        found = [(k, k + sizes[0]), (v, v + sizes[1])]
+        if source is not None:
+            found.append((source.data_ptr(), source.data_ptr() + sizes[2]))
+        return found
 
     @cached_property
     def _described(self) -> dict[int, tuple[Any, Any]]:

@@ -12,6 +12,7 @@ import torch
 
 from narrowkv.runtime.launch.tracing import Results, Tensors, as_bytes, register, traces
 from narrowkv.sage.api import sage_attention
+from narrowkv.sage.operation import SAGE
 from narrowkv.sage.prequantized import SageOperands, sage_attention_quantized
 
 _WINDOW = ("window_left", "window_right")
@@ -56,24 +57,16 @@ _call_sage = register(
 
 @traces("sage_attention")
 def traced_sage(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    window: tuple[int, int] | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    block_mask: torch.Tensor | None = None,
-    block_sizes: tuple[int, int] | None = None,
-    **options: object,
-) -> Any:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: tuple[int, int] | None = None,
+    block_sizes: tuple[int, int] | None = None, return_lse: bool = False, **options: Any,
+) -> Any:  # fmt: skip
     """`sage_attention` through its operators, which check the arguments when they run."""
+    SAGE.check_keywords(options)
+    tensors = [options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "block_mask")]
+    out, lse = options.pop("out", None), options.pop("lse", None)
     spelled = {**_spelled_pair(window, *_WINDOW), **_spelled_pair(block_sizes, *_BLOCKS), **options}
     return _call_sage(
-        (q, k, v, cu_seqlens_q, cu_seqlens_k, block_mask), spelled, out, lse, return_lse=return_lse,
+        (q, k, v, *tensors), spelled, out, lse, return_lse=return_lse,
         # Without an lse `backend="auto"` may take an attention that has none.
         allocates=return_lse or options.get("backend") != "auto",
     )  # fmt: skip

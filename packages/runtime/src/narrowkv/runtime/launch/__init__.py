@@ -1,10 +1,10 @@
 """One launch path for every kernel: a GPU, the interpreter on a CPU, or compile-only for a named target."""
 
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
-from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.kernel_cache import Compiles, cache_variables, count_compiles
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import (
+    BoundLaunch,
     Executor,
     InterpretExecutor,
     active_target,

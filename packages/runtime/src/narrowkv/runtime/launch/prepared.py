@@ -15,8 +15,8 @@ import torch
 
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import gpu, path
-from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.descriptors import Encode, is_descriptor
+from narrowkv.runtime.launch.path import BoundLaunch
 from narrowkv.runtime.launch.written import written
 
 _MAX_ENCODED = 256  # descriptors of blocks at different addresses
@@ -164,7 +164,8 @@ class PreparedCall:
     as it lives. The function is written in the second call: most sizes of prefills come once.
 
     Args:
-        names: of the values.
+        names: of the values, in the order in which `run` may be given them; None for those of the first call,
+            which gives all by name.
         steps: launches and clears, in order.
 
     Attributes:
@@ -180,16 +181,20 @@ class PreparedCall:
 
     __slots__ = ("_fill", "_is_known", "_names", "_steps", "run")
 
-    def __init__(self, names: Sequence[str], steps: Sequence[KernelLaunch | Clear]) -> None:
-        self._names, self._steps, self._is_known = tuple(names), tuple(steps), False
+    def __init__(self, names: Sequence[str] | None, steps: Sequence[KernelLaunch | Clear]) -> None:
+        self._names = None if names is None else tuple(names)
+        self._steps, self._is_known = tuple(steps), False
         self._fill: Callable[..., Any] | None = None
         self.run: Callable[..., None] = self._launch
 
     def _launch(self, *args: Any, **named: Any) -> None:
+        names = self._names
+        if names is None:
+            names = self._names = tuple(named)
         if self._is_known and self._fill is None:
-            self._fill = _write_filler(self._names, self._steps)
+            self._fill = _write_filler(names, self._steps)
         if self._fill is None:
-            filled = _filled(self._steps, self._values(args, named))
+            filled = _filled(self._steps, {**dict(zip(names, args, strict=False)), **named})
         else:
             filled = self._fill(*args, **named)
         launchers: list[Any] = []
@@ -201,12 +206,9 @@ class PreparedCall:
             launch = path.launch(bound.kernel, grid, given, bound.constexprs, bound.options)
             launchers.append(None if launch is None or not self._is_known else launch.launcher(given))
         if launchers and None not in launchers:
-            values = self._values(args, named)
-            self.run = _write_call(self._names, self._steps, values, launchers, self._launch)
+            values = {**dict(zip(names, args, strict=False)), **named}
+            self.run = _write_call(names, self._steps, values, launchers, self._launch)
         self._is_known = True
-
-    def _values(self, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self._names, args, strict=False)), **named}
 
 
 def _filled(template: Any, values: Mapping[str, Any]) -> Any:
@@ -219,7 +221,7 @@ def _filled(template: Any, values: Mapping[str, Any]) -> Any:
 def _write_filler(names: tuple[str, ...], steps: Sequence[KernelLaunch | Clear]) -> Callable[..., Any]:
     """Writes the function that gives the steps with a call's values in place of marks."""
     writer = _Writer({})
-    filled = writer.filled(tuple(steps))
+    filled = writer.spell(tuple(steps))
     body = [*writer.lines(), f"return {filled}"]
     return written("fill", names, body, writer.scope)  # type: ignore[no-any-return]
 
@@ -246,14 +248,14 @@ def _write_call(
     for step in steps:
         if isinstance(step, Clear):
             part = f"[:{step.size}]" if isinstance(step.tensor, Part) else ""
-            calls.append(f"{writer.tensor(step.tensor)}{part}.zero_()")
+            calls.append(f"{writer.spell(step.tensor)}{part}.zero_()")
         else:
             calls += writer.launch(step, *next(remaining))
     given = ", ".join(names)
     body = [
         "try:",
         *(f"    _p_{name} = {name}.data_ptr()" for name in writer.pointers),
-        f"    if {' or '.join(writer.conditions())}:",
+        f"    if {writer.conditions()}:",
         f"        return _fallback({given})",
         "except _OTHER_KINDS:",
         f"    return _fallback({given})",
@@ -268,7 +270,7 @@ class _Writer:
     """Spells the launches of one function, and notes what it must compare before them."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+        self.values, self.device = values, -1
         self.scope: dict[str, Any] = {
             "_executor": path.executor,
             "_current_device": gpu.current_device,
@@ -277,169 +279,135 @@ class _Writer:
             "_OTHER_KINDS": gpu.OTHER_KINDS,
             "_new": tuple.__new__,
         }
+        # In the order in which they came: names of tensors, of aligned ones, of ints; what else has changed.
         self.pointers: dict[str, None] = {}
-        self.device = -1
-        self._aligned: dict[str, None] = {}
-        self._unaligned: dict[str, None] = {}
-        self._numbers: dict[str, None] = {}
-        self._changed: dict[str, None] = {}
-        self._locals: dict[str, str] = {}
-        self._makers: dict[str, str] = {}  # expressions of descriptors of parts
+        self.aligned: dict[str, None] = {}
+        self.numbers: dict[str, None] = {}
+        self.changed: dict[str, None] = {}
+        self.locals: dict[str, str] = {}  # expressions that are computed once in a call
+        self.constants: dict[int, str] = {}
 
-    def conditions(self) -> list[str]:
+    def conditions(self) -> str:
         """What holds if the values need other launches than those that were written."""
-        found = [*self._changed]
-        found += [f"not _p_{name}" for name in self.pointers]
-        found += [f"not _p_{name} & 15" for name in self._unaligned]
-        if self._aligned:
-            found.append(f"({' | '.join(f'_p_{name}' for name in self._aligned)}) & 15")
-        if self._numbers:
-            # Numbers from 0 to 2**31 - 1 have no other bit set.
-            found.append(f"({' | '.join(self._numbers)}) & ~{_INT32_MAX}")
-        return [*found, "_executor() is not None", f"_current_device() != {self.device}", "_listened()"]
-
-    def constant(self, value: Any) -> str:
-        """A name for a value that no call changes."""
-        name = f"_c{len(self.scope)}"
-        self.scope[name] = value
-        return name
-
-    def number(self, value: Any) -> str:
-        """An extent of a grid or an offset."""
-        return value.name if isinstance(value, Arg) else repr(value)
-
-    def tensor(self, value: Any) -> str:
-        """The expression of a tensor itself."""
-        if not isinstance(value, Part):
-            return value.name if isinstance(value, Arg) else self.constant(value)
-        block, offset, size = self.tensor(value.block), self.number(value.offset), value.dtype.itemsize
-        viewed = self._local(f"{block}.view({self._dtype(value.dtype)})")
-        return self._local(f"{viewed}[{offset} // {size}:]")
-
-    def _dtype(self, dtype: torch.dtype) -> str:
-        name = f"_{str(dtype).removeprefix('torch.')}"
-        self.scope[name] = dtype
-        return name
-
-    def _local(self, expression: str) -> str:
-        """A local variable that holds an expression, which is computed once in a call."""
-        if expression not in self._locals:
-            self._locals[expression] = f"_t{len(self._locals)}"
-        return self._locals[expression]
+        found = [*self.changed, *(f"not _p_{name}" for name in self.pointers)]
+        if self.aligned:
+            found.append(f"({' | '.join(f'_p_{name}' for name in self.aligned)}) & 15")
+        if self.numbers:  # numbers from 0 to 2**31 - 1 have no other bit set
+            found.append(f"({' | '.join(self.numbers)}) & ~{_INT32_MAX}")
+        found += ["_executor() is not None", f"_current_device() != {self.device}", "_listened()"]
+        return " or ".join(found)
 
     def lines(self) -> list[str]:
         """The lines that compute the local variables."""
-        return [f"{name} = {expression}" for expression, name in self._locals.items()]
+        return [f"{name} = {expression}" for expression, name in self.locals.items()]
 
-    def filled(self, value: Any) -> str:
+    def constant(self, value: Any) -> str:
+        """A name for a value that no call changes."""
+        name = self.constants.setdefault(id(value), f"_c{len(self.constants)}")
+        self.scope[name] = value
+        return name
+
+    def spell(self, value: Any) -> str:
         """The expression of a value, or of a tuple of values, as kernels are launched with."""
         if isinstance(value, tuple):
-            parts = "".join(f"{self.filled(part)}, " for part in value)
+            parts = "".join(f"{self.spell(part)}, " for part in value)
             return f"({parts})" if type(value) is tuple else f"_new({self.constant(type(value))}, ({parts}))"
+        if isinstance(value, Part):
+            viewed = f"{self.spell(value.block)}.view({self.constant(value.dtype)})"
+            viewed = self.locals.setdefault(viewed, f"_t{len(self.locals)}")
+            part = f"{viewed}[{self.spell(value.offset)} // {value.dtype.itemsize}:]"
+            return self.locals.setdefault(part, f"_t{len(self.locals)}")
         if isinstance(value, Described):
-            return f"{self.constant(value.make)}({self.tensor(value.part)}, {self.number(value.size)})"
-        return self.tensor(value)
+            return f"{self.constant(value.make)}({self.spell(value.part)}, {self.spell(value.size)})"
+        if isinstance(value, Arg):
+            return value.name
+        return repr(value) if type(value) is int else self.constant(value)
 
     def launch(self, step: KernelLaunch, launcher: gpu.Launcher, encode: Encode | None) -> list[str]:
         """The lines that launch one kernel."""
-        described: dict[str, tuple[Any, str | None]] = {}  # a descriptor of these values, and its key
+        described: dict[str, tuple[Any, Any]] | None = None if encode is None else {}
         packed = ""
         for value, param in zip(step.args, step.bound.kernel.params, strict=False):
-            specialised, by_alignment = not param.do_not_specialize, not param.do_not_specialize_on_alignment
-            packed += f"{self._packed(value, specialised, by_alignment, described, encode is not None)}, "
-        lines = [] if encode is None else self._encoding(described, encode)
-        grid = ", ".join(map(self.number, step.grid))
+            specialised = not param.do_not_specialize, not param.do_not_specialize_on_alignment
+            packed += f"{self.pack(value, specialised, described)}, "
+        lines = [] if encode is None or not described else self.encoding(described, encode)
+        grid = ", ".join(map(self.spell, step.grid))
         return [*lines, f"{self.constant(launcher)}({grid}, _stream, ({packed}))"]
 
-    def _packed(
-        self, value: Any, specialised: bool, by_alignment: bool, described: dict[str, Any], encodes: bool
-    ) -> str:
-        """The expression of an argument as a launcher takes it: addresses, encoded descriptors."""
-        if isinstance(value, tuple):
-            inner = [self._packed(part, True, True, described, encodes) for part in value]
-            return "(" + "".join(f"{part}, " for part in inner) + ")"
-        if isinstance(value, Described):
-            part = value.part
-            address = self._address(part, part.block.of(self.values), specialised=False, by_alignment=False)
-            name, make = f"_d{len(self.scope)}", self.constant(value.make)
-            size = self.number(value.size)
-            made = f"{make}({self.tensor(part)}, {size})"
-            if not encodes:
-                return made
-            described[name] = value.of(self.values), f"({address}, {size})"
-            self._makers[name] = made
-            return f"*_e{name}"
-        if isinstance(value, Part):
-            return self._address(value, value.block.of(self.values), specialised, by_alignment)
-        now = value.of(self.values) if isinstance(value, Arg) else value
-        if is_descriptor(now) and encodes:
-            name = value.name if isinstance(value, Arg) else self.constant(value)
-            described[name] = now, "" if isinstance(value, Arg) else None
-            return f"*_e{name}"
-        if isinstance(value, Arg):
-            if isinstance(now, torch.Tensor):
-                return self._address(value, now, specialised, by_alignment)
-            if isinstance(now, int):
-                self._compare_int(value.name, now, specialised, by_alignment)
-            return value.name
-        if isinstance(value, torch.Tensor):
-            self.device = value.get_device()
-            self.constant(value)  # keeps its memory
-            return self.constant(value.data_ptr())
-        return self.constant(value)
+    def pack(self, value: Any, specialised: tuple[bool, bool], described: dict[str, Any] | None) -> str:
+        """The expression of an argument as a launcher takes it: addresses, encoded descriptors.
 
-    def _address(
-        self, mark: Any, tensor: torch.Tensor, specialised: bool = True, by_alignment: bool = True
-    ) -> str:
-        """The address of a call's tensor or of a part of it; what a kernel is specialised on is noted."""
-        if isinstance(mark, Part):
-            base = self._address(mark.block, tensor, specialised, by_alignment)
-            return f"{base} + {self.number(mark.offset)}"
-        name = mark.name
+        Args:
+            value: the argument.
+            specialised: whether its kernel is compiled for what it is, and for its alignment.
+            described: collects tensor descriptors with their values now; None if Triton encodes them.
+        """
+        if isinstance(value, tuple):
+            return "(" + "".join(f"{self.pack(part, (True, True), described)}, " for part in value) + ")"
+        if isinstance(value, Part):
+            return self.address(value, specialised)
+        now = value.of(self.values) if isinstance(value, _MARKS) else value
+        if is_descriptor(now) and described is not None:
+            name = f"_e{len(self.scope)}"
+            self.scope[name] = None  # a name that no other descriptor has
+            described[name] = value, now
+            return f"*{name}"
+        if isinstance(now, torch.Tensor):
+            return self.address(value, specialised)
+        if isinstance(value, Arg) and isinstance(now, int):
+            if 0 <= now <= _INT32_MAX:
+                self.numbers[value.name] = None
+            else:
+                self.changed[f"not -0x80000000 <= {value.name} <= 0x7fffffff"] = None
+            if specialised[0]:
+                self.changed[f"({value.name} == 1) is not {now == 1}"] = None
+            if all(specialised):
+                self.changed[f"({value.name} & 15 == 0) is not {now & 15 == 0}"] = None
+        return self.spell(value)
+
+    def address(self, value: Any, specialised: tuple[bool, bool] = (False, False)) -> str:
+        """The address of a tensor or of a part of it; what a kernel is specialised on is noted."""
+        if isinstance(value, Part):
+            return f"{self.address(value.block, specialised)} + {self.spell(value.offset)}"
+        tensor = value.of(self.values) if isinstance(value, Arg) else value
         self.device = tensor.get_device()
+        if not isinstance(value, Arg):
+            self.constant(value)  # keeps its memory
+            return repr(value.data_ptr())
+        name = value.name
         self.pointers[name] = None
-        if specialised and by_alignment:
-            (self._unaligned if tensor.data_ptr() & 15 else self._aligned)[name] = None
-        if specialised and torch.version.hip is not None:
+        if all(specialised) and tensor.data_ptr() & 15:
+            self.changed[f"not _p_{name} & 15"] = None
+        elif all(specialised):
+            self.aligned[name] = None
+        if specialised[0] and torch.version.hip is not None:
             within = tensor.untyped_storage().nbytes() <= _INT32_MAX
-            self._changed[f"({name}.untyped_storage().nbytes() <= {_INT32_MAX}) is not {within}"] = None
+            self.changed[f"({name}.untyped_storage().nbytes() <= {_INT32_MAX}) is not {within}"] = None
         return f"_p_{name}"
 
-    def _compare_int(self, name: str, now: int, specialised: bool, by_alignment: bool) -> None:
-        if 0 <= now <= _INT32_MAX:
-            self._numbers[name] = None
-        else:
-            self._changed[f"not -0x80000000 <= {name} <= 0x7fffffff"] = None
-        if specialised:
-            self._changed[f"({name} == 1) is not {now == 1}"] = None
-            if by_alignment:
-                self._changed[f"({name} & 15 == 0) is not {now & 15 == 0}"] = None
-
-    def _encoding(self, described: dict[str, tuple[Any, str | None]], encode: Encode) -> list[str]:
-        """The lines that encode those of a launch's descriptors that vary and are new.
-
-        A descriptor's key is None if it does not vary, "" if it is found by identity, else an expression.
-        """
-        lines, varying, kept = [], [], []
-        encoded = encode(*(descriptor for descriptor, _ in described.values()))
-        for (name, (first, key)), now in zip(described.items(), encoded, strict=True):
-            if key is None:
-                self.scope[f"_e{name}"] = now
+    def encoding(self, described: dict[str, tuple[Any, Any]], encode: Encode) -> list[str]:
+        """The lines that encode those of a launch's descriptors that vary and are new."""
+        lines, new, kept = [], [], []
+        encoded = encode(*(now for _, now in described.values()))
+        for (name, (value, now)), first in zip(described.items(), encoded, strict=True):
+            self.scope[name] = first
+            if not isinstance(value, _MARKS):
                 continue
-            varying.append(name)
-            known: Any = {} if key else ByIdentity[Any]()
-            known_name = self.constant(known)
-            if key:
-                lines.append(f"_e{name} = {known_name}.get({key})")
+            known: Any = {} if isinstance(value, Described) else ByIdentity[Any]()
+            known_name, key = self.constant(known), f"id({self.spell(value)})"
+            if isinstance(value, Described):
+                key = f"({self.address(value.part)}, {self.spell(value.size)})"
                 kept.append(f"    if len({known_name}) >= {_MAX_ENCODED}: {known_name}.clear()")
-                kept.append(f"    {known_name}[{key}] = _e{name}")
+                kept.append(f"    {known_name}[{key}] = {name}")
             else:
-                known.keep(first, now)
-                lines.append(f"_e{name} = {known_name}.get(id({name}))")
-                kept.append(f"    {known_name}.keep({name}, _e{name})")
-        if varying:
-            given = ", ".join(self._makers.get(name, name) for name in described)
-            found = "".join(f"{f'_e{name}' if name in varying else '_'}, " for name in described)
-            lines.append(f"if {' or '.join(f'_e{name} is None' for name in varying)}:")
-            lines += [f"    {found} = {self.constant(encode)}({given})", *kept]
+                known.keep(now, first)
+                kept.append(f"    {known_name}.keep({self.spell(value)}, {name})")
+            lines.append(f"{name} = {known_name}.get({key})")
+            new.append(f"{name} is None")
+        if new:
+            found = "".join(
+                f"{name if isinstance(value, _MARKS) else '_'}, " for name, (value, _) in described.items()
+            )
+            given = ", ".join(self.spell(value) for value, _ in described.values())
+            lines += [f"if {' or '.join(new)}:", f"    {found} = {self.constant(encode)}({given})", *kept]
         return lines

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.gpu import key_function
 from narrowkv.runtime.launch.options import LaunchOptions
-from narrowkv.runtime.launch.path import executing
+from narrowkv.runtime.launch.path import BoundLaunch, executing
 from narrowkv.runtime.launch.warmup import KernelSpec
 from narrowkv.runtime.targets import Target, compile_target, device_target
 

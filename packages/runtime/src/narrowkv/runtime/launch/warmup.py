@@ -24,9 +24,9 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from narrowkv.runtime.errors import UnsupportedError, check_positive_int
-from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.kernel_cache import count_compiles
 from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.launch.path import BoundLaunch
 from narrowkv.runtime.targets import compile_target, device_target
 
 _TWO_GIB = 2**31
