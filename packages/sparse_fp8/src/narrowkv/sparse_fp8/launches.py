@@ -130,7 +130,7 @@ def _kernel_of(
         return _hopper_kernel(config, call, target, query, prefix, extend)
     constexprs: dict[str, Any] = {"PREFIX": stored(prefix, target), "EXTEND": stored(extend, target)}
     if config.family == "cdna":
-        from narrowkv.sparse_fp8.kernels.cdna import _sparse_cdna_kernel, cdna_call
+        from narrowkv.sparse_fp8.kernels.cdna.attention import _sparse_cdna_kernel, cdna_call
 
         return _sparse_cdna_kernel, {**constexprs, "CALL": cdna_call(call, config, target)}
     constexprs |= {"CALL": call, "TILES": Tiles(config.block_h, config.block_k, config.width, config.guard)}
@@ -145,10 +145,10 @@ def _hopper_kernel(
     prefix: RowsFormat | None, extend: RowsFormat | None,
 ) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     # Not at the top: a Triton without Gluon runs everything else.
-    from narrowkv.sparse_fp8.kernels.few_heads import _sparse_few_heads_kernel
-    from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
-    from narrowkv.sparse_fp8.kernels.hopper_copies import HopperCall
-    from narrowkv.sparse_fp8.kernels.hopper_fp8 import _sparse_hopper_fp8_kernel
+    from narrowkv.sparse_fp8.kernels.hopper.few_heads import _sparse_few_heads_kernel
+    from narrowkv.sparse_fp8.kernels.hopper.fp8 import _sparse_hopper_fp8_kernel
+    from narrowkv.sparse_fp8.kernels.hopper.frame import HopperCall
+    from narrowkv.sparse_fp8.kernels.hopper.sixteen_bit import _sparse_hopper_kernel
 
     rows = [each for each in (prefix, extend) if each is not None]
     far = any(each.offsets_64_bit for each in rows)

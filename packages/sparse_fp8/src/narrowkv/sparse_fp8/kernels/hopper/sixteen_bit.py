@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
-from narrowkv.sparse_fp8.kernels.hopper_copies import (
+from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _copy_query,
     _copy_rows,
     _item,

@@ -26,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
-from narrowkv.sparse_fp8.kernels.few_heads_gather import _first_tile, _gather_warps, _item, _spans
-from narrowkv.sparse_fp8.kernels.hopper_copies import (
+from narrowkv.sparse_fp8.kernels.hopper.few_heads_gather import _first_tile, _gather_warps, _item, _spans
+from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _copy_query,
     _make_writes_visible,
 )

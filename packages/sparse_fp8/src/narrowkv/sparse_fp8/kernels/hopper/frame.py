@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
 )
 
-from narrowkv.sparse_fp8.kernels.results import places_of_split
+from narrowkv.sparse_fp8.kernels.prologue import places_of_split
 from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, names_a_row
 
 

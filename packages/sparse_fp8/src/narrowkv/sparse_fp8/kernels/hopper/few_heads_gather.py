@@ -9,7 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from narrowkv.quant.device import e8m0_to_fp32
 from narrowkv.runtime.launch.gluon import reinterpret
-from narrowkv.sparse_fp8.kernels.hopper_copies import (
+from narrowkv.sparse_fp8.kernels.hopper.fp8_rows import _widen, _words
+from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _copy_rows,
     _load_spans,
     _locate_rows,
@@ -17,7 +18,6 @@ from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _select_source,
     _tile_indices,
 )
-from narrowkv.sparse_fp8.kernels.hopper_fp8_rows import _widen, _words
 from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD
 
 

@@ -29,14 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from narrowkv.sparse_fp8.kernels.hopper import _finish_scores, _softmax_tile, _store_results, _take_factors
-from narrowkv.sparse_fp8.kernels.hopper_copies import (
-    _copy_query,
-    _item,
-    _make_writes_visible,
-    _name_item,
-)
-from narrowkv.sparse_fp8.kernels.hopper_fp8_rows import (
+from narrowkv.sparse_fp8.kernels.hopper.fp8_rows import (
     _allocate_each,
     _as_bf16,
     _begin_stream,
@@ -47,6 +40,18 @@ from narrowkv.sparse_fp8.kernels.hopper_fp8_rows import (
     _look_up,
     _next_indices,
     _widen_half,
+)
+from narrowkv.sparse_fp8.kernels.hopper.frame import (
+    _copy_query,
+    _item,
+    _make_writes_visible,
+    _name_item,
+)
+from narrowkv.sparse_fp8.kernels.hopper.sixteen_bit import (
+    _finish_scores,
+    _softmax_tile,
+    _store_results,
+    _take_factors,
 )
 from narrowkv.sparse_fp8.kernels.results import SIZES
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from narrowkv.quant.device import e8m0_to_fp32
 from narrowkv.runtime.launch.gluon import reinterpret
-from narrowkv.sparse_fp8.kernels.hopper_copies import (
+from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _item,
     _locate_rows,
     _select_source,
