@@ -153,7 +153,7 @@ def _attend_fused(
     STORED: tl.constexpr, HEAD_DIM: tl.constexpr, FP8_QK: tl.constexpr, GUARD: tl.constexpr,
     BLOCK_K: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a source (`ProgramRows`) into the softmax state; acc is 512 // WIDTH tiles."""
+    """The rows of a source, see `rows_of_program`, into the softmax state; acc is 512 // WIDTH tiles."""
     rows, lists, begin, end = source
     descale = 1.0
     if STORED.SCALE == "tensor":

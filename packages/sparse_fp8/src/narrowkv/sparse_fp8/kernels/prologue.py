@@ -1,21 +1,10 @@
 """The prologue of a program: which heads of which token it attends, and which rows of both sources."""
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
 from narrowkv.sparse_fp8.kernels.rows import bounded, rows_of_token
-
-
-class ProgramRows(NamedTuple):
-    """The rows of one source, and the places [begin, end) of its lists that a program attends to."""
-
-    rows: Any
-    lists: Any
-    begin: Any
-    end: Any
 
 
 @triton.jit
@@ -51,9 +40,10 @@ def rows_of_program(
     PREFIX: tl.constexpr, EXTEND: tl.constexpr, SPLIT: tl.constexpr, PAGES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """`ProgramRows` of both sources, and the end of the token's rows in the prefix before they are split.
+    """What a program attends to: a tuple for each source, and the end of the token's rows in the prefix.
 
-    A source that is absent (PREFIX or EXTEND None) has no places. PAGES: see `rows_of_token`.
+    A tuple holds the rows, the lists that name them and the places [begin, end) in these, which are a part of
+    the token's where its rows are split. A source that is absent (PREFIX or EXTEND None) has no places. PAGES: see `rows_of_token`.
     """
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
     if PREFIX is not None:
@@ -72,7 +62,7 @@ def rows_of_program(
             prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, BLOCK_K
         )
     return (
-        ProgramRows(prefix, prefix_lists, prefix_begin, prefix_end),
-        ProgramRows(extend, extend_lists, extend_begin, extend_end),
+        (prefix, prefix_lists, prefix_begin, prefix_end),
+        (extend, extend_lists, extend_begin, extend_end),
         length,
     )

@@ -59,7 +59,7 @@ def _attend_16bit_rows(
     INT64_OFFSETS: tl.constexpr, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a source (`ProgramRows`) into the softmax state."""
+    """The rows of a source, see `rows_of_program`, into the softmax state."""
     rows, lists, begin, end = source
     d = tl.arange(0, 512)
     k_range = tl.arange(0, BLOCK_K)

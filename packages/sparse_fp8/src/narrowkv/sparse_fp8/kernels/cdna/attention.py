@@ -207,7 +207,7 @@ def _columns(CALL: gl.constexpr):
 def _attend(
     q, acc, m, l, qk_scale, source, tiles, STORED: gl.constexpr, CALL: gl.constexpr
 ):  # fmt: skip
-    """The rows of a source (`ProgramRows`) into the softmax state; `tiles` holds STAGES tiles."""
+    """The rows of a source, see `rows_of_program`, into the softmax state; `tiles` holds STAGES tiles."""
     rows, csr, begin, end = source
     k_layout: gl.constexpr = gl.DotOperandLayout(1, CALL.SCORES, 8)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CALL.SUMS, 4)
