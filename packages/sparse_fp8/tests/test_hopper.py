@@ -19,8 +19,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_reference,
 )
 from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
-from narrowkv.sparse_fp8.formats import query_format
-from narrowkv.sparse_fp8.planner import suits_specialised
+from narrowkv.sparse_fp8.planner import query_format, suits_specialised
 from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCall, SparseCase
 

@@ -43,7 +43,8 @@ def rows_of_program(
     """What a program attends to: a tuple for each source, and the end of the token's rows in the prefix.
 
     A tuple holds the rows, the lists that name them and the places [begin, end) in these, which are a part of
-    the token's where its rows are split. A source that is absent (PREFIX or EXTEND None) has no places. PAGES: see `rows_of_token`.
+    the token's where its rows are split. A source that is absent (PREFIX or EXTEND None) has no places.
+    PAGES: see `rows_of_token`.
     """
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
     if PREFIX is not None:
