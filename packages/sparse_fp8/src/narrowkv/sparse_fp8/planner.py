@@ -366,6 +366,27 @@ def num_heads_of(q: torch.Tensor | DSV4Rows, tokens: int, num_qo_heads: int | No
 
 MODES = ("auto", "fused", "prepass")
 
+# NVIDIA: up to so many heads, how often rows must be read on average for expanding them first to be faster;
+# None if it never is. Time of fused over that of prepass, 65536 rows, by how often each row is read:
+_READINGS_ON_NVIDIA = (
+    # 16 heads, which wait for the widening: H200 0.80 with 4, 0.99 with 8, 1.20 with 32; H100 0.80 with 8,
+    # 0.95 and 1.01 with 32. 32 heads: H100 0.51 and 0.76 with 4, 1.06 with 16.
+    (32, 10),
+    # H200 0.88 with 8, 0.97 with 24, 0.99 with 32, 1.02 with 128; H100 0.80 with 8, 0.87 and 0.93 with 32,
+    # 0.96 with 128.
+    (64, None),
+    # 128 heads, which widen a row twice: H200 0.97 with 8, 1.01 with 16; H100 0.94 with 8, 1.00 and 1.02
+    # with 32.
+    (MOST_HEADS, 12),
+)
+# AMD, where attention over 16-bit rows is faster, the same for all heads. Model (`narrowkv inspect model
+# --case sparse:...`), clocks of a compute unit for a row of the loop, fused and over 16-bit rows: gfx942, 64
+# heads 182 and 143, 32 heads 162 and 132, 16 heads 224 and 188; gfx950, 64 heads 88 and 95, 32 heads 71 and
+# 67, 16 heads 161 and 103. Expanding a row moves 1.6 KB, which takes 200 clocks of a compute unit's share of
+# HBM on gfx942 and 127 on gfx950.
+_READINGS_ON_AMD = {"gfx950": 3}
+_READINGS_ON_OTHER_AMD = 6
+
 
 @dataclass(frozen=True)
 class ModeChoice:
@@ -401,7 +422,7 @@ def _choose_on_nvidia(
             "no kernel for Hopper widens these rows, and the plain one takes more than twice the 16-bit "
             "kernel's time (measured on an H200)",
         )
-    readings = _readings_that_pay(num_heads)
+    readings = next(count for most, count in _READINGS_ON_NVIDIA if num_heads <= most)
     if readings is None:
         return ModeChoice(
             "fused",
@@ -427,13 +448,7 @@ def _read_as_often(sources: dict[str, KVSource], readings: int) -> bool:
 
 
 def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int) -> ModeChoice:
-    """Chooses by how often a row is read, because attention over 16-bit rows is faster.
-
-    Model (`narrowkv inspect model --case sparse:...`), clocks of a compute unit for a row of the loop, fused
-    and over 16-bit rows: gfx942, 64 heads 182 and 143, 32 heads 162 and 132, 16 heads 224 and 188; gfx950, 64
-    heads 88 and 95, 32 heads 71 and 67, 16 heads 161 and 103. Expanding a row moves 1.6 KB, which takes 200
-    clocks of a compute unit's share of HBM on gfx942 and 127 on gfx950.
-    """
+    """Chooses by how often a row is read; see `_READINGS_ON_AMD`."""
     v4_rows = all(LAYOUTS[source.format.layout].quantized < HEAD_DIM for source in sources.values())
     if (
         target.name == "gfx950"
@@ -441,7 +456,7 @@ def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int)
         and specialised_config(target, kernel="fused", num_heads=num_heads)
     ):
         return ModeChoice("fused", "it is about as fast as attention over 16-bit rows (a model)")
-    readings = 3 if target.name == "gfx950" else 6
+    readings = _READINGS_ON_AMD.get(target.name, _READINGS_ON_OTHER_AMD)
     if _read_as_often(sources, readings):
         return ModeChoice(
             "prepass", f"rows are read {readings} times each or more, which pays for expanding them (a model)"
@@ -449,24 +464,6 @@ def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int)
     return ModeChoice(
         "fused", f"rows are read less than {readings} times each, too seldom to expand them first (a model)"
     )
-
-
-def _readings_that_pay(num_heads: int) -> int | None:
-    """How often rows must be read on average for expanding them first to be faster; None if it never is.
-
-    Time of fused over that of prepass, 65536 rows, by how often each row is read:
-
-    - 16 heads, which wait for the widening: H200 0.80 with 4, 0.99 with 8, 1.20 with 32; H100 0.80 with 8,
-      0.95 and 1.01 with 32.
-    - 64 heads: H200 0.88 with 8, 0.97 with 24, 0.99 with 32, 1.02 with 128; H100 0.80 with 8, 0.87 and 0.93
-      with 32, 0.96 with 128.
-    - 128 heads, which widen a row twice: H200 0.97 with 8, 1.01 with 16; H100 0.94 with 8, 1.00 and 1.02
-      with 32.
-    - 32 heads: H100 0.51 and 0.76 with 4, 1.06 with 16.
-    """
-    if num_heads <= 32:
-        return 10
-    return None if num_heads <= 64 else 12
 
 
 def choose_mode(
