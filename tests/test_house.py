@@ -75,8 +75,8 @@ SOFTMAX_UPDATES = {
     # P is rounded to 8 bits and the scale of S may differ from key to key.
     "packages/sage/src/narrowkv/sage/kernels/attention.py",
     # Gluon, whose layouts the shared functions do not take; S is transposed in the first.
-    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/few_heads.py",
-    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/hopper.py",
+    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/hopper/few_heads.py",
+    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/hopper/frame.py",
 }
 # Lines of docstrings that cannot run here (`# doctest: +SKIP`), by package.
 SKIPPED_EXAMPLES = {

@@ -19,8 +19,8 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_reference,
 )
 from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
-from narrowkv.sparse_fp8.formats import query_format
-from narrowkv.sparse_fp8.planner import suits_specialised
+from narrowkv.sparse_fp8.options import SparseArguments
+from narrowkv.sparse_fp8.planner import query_format, suits_specialised
 from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCall, SparseCase
 
@@ -109,7 +109,9 @@ def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel():
         plan = plan_sparse(num_qo_heads=64, prefix=wide.prefix.bound.format, device="cpu")
 
         def stages(q=wide.q, prefix=wide.prefix, out=wide.q):
-            return plan._configuration(132, 256, plan._specialised_reads(q, prefix, None, out))[0].stages
+            return plan._configuration(132, 256, plan._specialised_reads(SparseArguments(q, prefix), out))[
+                0
+            ].stages
 
         assert stages() == 2
         shifted = torch.zeros(wide.q.numel() + 1, dtype=wide.q.dtype)[1:].view(wide.q.shape)

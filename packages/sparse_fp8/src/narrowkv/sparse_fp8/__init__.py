@@ -32,9 +32,8 @@ from narrowkv.sparse_fp8.indexer import (
 from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window
 from narrowkv.sparse_fp8.latent import latent_decode, latent_decode_reference, plan_latent
 from narrowkv.sparse_fp8.layouts import packed_page_stride
-from narrowkv.sparse_fp8.modes import ModeChoice, choose_mode
 from narrowkv.sparse_fp8.operation import SparsePlan
-from narrowkv.sparse_fp8.planner import plan_sparse
+from narrowkv.sparse_fp8.planner import ModeChoice, choose_mode, plan_sparse
 from narrowkv.sparse_fp8.reference import (
     sparse_decode_reference,
     sparse_prefill_fp8_reference,

@@ -9,10 +9,9 @@ import torch
 from narrowkv.runtime.errors import check_keywords, check_positive_int
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.sparse_fp8.config import MOST_SPLITS
-from narrowkv.sparse_fp8.modes import choose_mode
 from narrowkv.sparse_fp8.operation import Result, SparsePlan
 from narrowkv.sparse_fp8.options import KEYWORDS, SparseArguments
-from narrowkv.sparse_fp8.planner import known_plan, plan_for, remember
+from narrowkv.sparse_fp8.planner import choose_mode, known_plan, plan_for, remember
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 

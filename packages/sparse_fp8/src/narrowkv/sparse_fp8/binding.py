@@ -8,18 +8,19 @@ import torch
 
 from narrowkv.runtime.errors import has_memory
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
-from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
+from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS, ROPE_DIM
 
 __all__ = [
     "NO_CSR",
     "NO_ROWS",
+    "QUERY_FORMATS",
     "BoundRows",
     "RowsFormat",
     "bind_16_bit_rows",
-    "bind_csr",
     "bind_quantized_rows",
     "byte_range",
     "format_id_of",
+    "widened_format",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -70,6 +71,18 @@ class RowsFormat(NamedTuple):
     def dtype(self) -> torch.dtype:
         """The dtype of 16-bit rows; bf16 for quantised ones, which are widened to it."""
         return torch.float16 if self.layout == "fp16" else torch.bfloat16
+
+
+QUERY_FORMATS = {
+    (name, columns): RowsFormat(name, columns=columns)
+    for name in ("bf16", "fp16")
+    for columns in (HEAD_DIM, HEAD_DIM + ROPE_DIM)
+}
+
+
+def widened_format(rows: RowsFormat) -> RowsFormat:
+    """How a query or rows are stored once they are widened to 16 bits."""
+    return QUERY_FORMATS["fp16" if rows.dtype == torch.float16 else "bf16", rows.head_dim]
 
 
 class BoundRows(NamedTuple):
@@ -174,11 +187,6 @@ def bind_quantized_rows(
         aligned and not (pointers.stride_n % 16 or pointers.stride_r % 16),
     )
     return BoundRows(row_format, pointers, num_rows, tensors, format_id_of(pointers, row_format))
-
-
-def bind_csr(indptr: torch.Tensor, indices: torch.Tensor) -> Csr:
-    """Index lists; their length is given at the launch."""
-    return Csr(indptr, indices, 0)
 
 
 _format_ids: dict[tuple[Any, ...], int] = {}

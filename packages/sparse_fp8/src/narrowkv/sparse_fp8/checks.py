@@ -20,9 +20,9 @@ from narrowkv.runtime.operation import Plan
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
-from narrowkv.sparse_fp8.paged_source import PagedSource
+from narrowkv.sparse_fp8.options import SparseArguments
 from narrowkv.sparse_fp8.rows import DSV4Rows
-from narrowkv.sparse_fp8.sources import KVSource, Source, check_scales
+from narrowkv.sparse_fp8.sources import KVSource, PagedSource, Source, check_scales
 
 __all__ = ["SparseSettings", "check_values"]
 
@@ -79,32 +79,27 @@ class SparseSettings(Plan):
         """Columns of q and of rows; v and the output have 512."""
         return self.query.head_dim
 
-    def check_inputs(
-        self,
-        q: torch.Tensor | DSV4Rows,
-        prefix: Source | None,
-        extend: Source | None,
-        attn_sink: torch.Tensor | None,
-    ) -> int:
+    def check_inputs(self, given: SparseArguments) -> int:
         """Compares with the plan what a call can change; returns the number of tokens.
 
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what was given.
         """
+        q, prefix, extend, attn_sink = given[:4]
         source = prefix if prefix is not None else extend
         if not isinstance(source, Source):
             raise TypeError(f"prefix or extend must be a KVSource, got {type(source).__name__}")
         tokens = source.num_tokens
-        for name, planned, given in (("prefix", self.prefix, prefix), ("extend", self.extend, extend)):
-            if planned is None and given is None:
+        for name, planned, rows in (("prefix", self.prefix, prefix), ("extend", self.extend, extend)):
+            if planned is None and rows is None:
                 continue
-            if planned is None or given is None or type(given) is not self.source_class:
-                _refuse_source(name, planned, given)
-            elif given.format != planned or given.num_tokens != tokens or given.device != self.device:
-                self._refuse_format(name, planned, given, tokens)
-            elif self.max_indices is not None and given.nnz > self.max_indices:
+            if planned is None or rows is None or type(rows) is not self.source_class:
+                _refuse_source(name, planned, rows)
+            elif rows.format != planned or rows.num_tokens != tokens or rows.device != self.device:
+                self._refuse_format(name, planned, rows, tokens)
+            elif self.max_indices is not None and rows.nnz > self.max_indices:
                 raise ValueError(
-                    f"{name}.indices must have at most {self.max_indices} as planned, got {given.nnz}"
+                    f"{name}.indices must have at most {self.max_indices} as planned, got {rows.nnz}"
                 )
         if self.max_num_tokens is not None and tokens > self.max_num_tokens:
             raise ValueError(f"q must have at most {self.max_num_tokens} tokens as planned, got {tokens}")
@@ -190,20 +185,13 @@ class SparseSettings(Plan):
             attn_sink, self.num_sinks, self.device, name="attn_sink", dtypes=(torch.float32,), like="plan"
         )
 
-    def check_out(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor | DSV4Rows,
-        prefix: Source | None,
-        extend: Source | None,
-        attn_sink: torch.Tensor | None,
-        tokens: int,
-    ) -> None:
+    def check_out(self, out: torch.Tensor, given: SparseArguments, tokens: int) -> None:
         """Refuses an output of the wrong kind, or one that shares memory with an input.
 
         Raises:
             TypeError, ValueError: naming what was expected and what was given.
         """
+        q, prefix, extend, attn_sink = given[:4]
         heads = self.num_qo_heads
         if (
             not isinstance(out, torch.Tensor)
@@ -236,17 +224,9 @@ class SparseSettings(Plan):
                 )
                 clear = high <= begin or end <= low
         if not clear:
-            refuse_overlap(out, None, _inputs(q, prefix, extend, attn_sink))
+            refuse_overlap(out, None, _inputs(given))
 
-    def check_lse(
-        self,
-        lse: torch.Tensor,
-        out: torch.Tensor,
-        q: torch.Tensor | DSV4Rows,
-        prefix: Source | None,
-        extend: Source | None,
-        attn_sink: torch.Tensor | None,
-    ) -> None:
+    def check_lse(self, lse: torch.Tensor, out: torch.Tensor, given: SparseArguments) -> None:
         """Refuses a log-sum-exp tensor of the wrong kind, or one that shares memory with another tensor.
 
         Raises:
@@ -254,16 +234,12 @@ class SparseSettings(Plan):
         """
         shape = tuple(out.shape[:2])
         check_lse(lse, shape, self.device, like="plan", any_strides=True)
-        refuse_overlap(None, lse, {"o": out, **_inputs(q, prefix, extend, attn_sink)})
+        refuse_overlap(None, lse, {"o": out, **_inputs(given)})
 
 
-def _inputs(
-    q: torch.Tensor | DSV4Rows,
-    prefix: Source | None,
-    extend: Source | None,
-    attn_sink: torch.Tensor | None,
-) -> dict[str, torch.Tensor | None]:
+def _inputs(given: SparseArguments) -> dict[str, torch.Tensor | None]:
     """All tensors that a call reads, by name."""
+    q, prefix, extend, attn_sink = given[:4]
     inputs: dict[str, torch.Tensor | None] = {"attn_sink": attn_sink}
     if isinstance(q, DSV4Rows):
         inputs |= {part.replace("rows", "q"): x for part, x in q.bound.tensors.items()}
@@ -283,17 +259,13 @@ def _refuse_source(name: str, planned: RowsFormat | None, given: object) -> None
     raise ValueError(f"{name} must be {wanted} as planned, got {type(given).__name__}")
 
 
-def check_values(
-    q: torch.Tensor | DSV4Rows,
-    prefix: Source | None,
-    extend: Source | None,
-    attn_sink: torch.Tensor | None,
-) -> None:
+def check_values(given: SparseArguments) -> None:
     """Reads index lists, scales and the sink on the host (it waits for the device); refuses wrong values.
 
     Raises:
         ValueError: naming the argument, what was expected and what was given.
     """
+    q, prefix, extend, attn_sink = given[:4]
     if isinstance(q, DSV4Rows):
         check_scales("q", q)
     for name, source in (("prefix", prefix), ("extend", extend)):

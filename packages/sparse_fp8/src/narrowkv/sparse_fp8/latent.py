@@ -21,18 +21,16 @@ from narrowkv.runtime.errors import (
 from narrowkv.runtime.launch import active_target, executor, is_compiled
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.operation import Bounded
-from narrowkv.sparse_fp8.binding import INT32_MAX, RowsFormat
+from narrowkv.sparse_fp8.binding import INT32_MAX, QUERY_FORMATS, RowsFormat
 from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS
-from narrowkv.sparse_fp8.formats import QUERY_FORMATS
 from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
 from narrowkv.sparse_fp8.operation import Result, SparsePlan
 from narrowkv.sparse_fp8.options import LATENT_PLAIN_VALUES, LatentArguments
-from narrowkv.sparse_fp8.paged_source import PagedSource
 from narrowkv.sparse_fp8.planner import make_plan
 from narrowkv.sparse_fp8.reference import sparse_decode_reference
 from narrowkv.sparse_fp8.rows import DSV4Rows
-from narrowkv.sparse_fp8.sources import KVSource
+from narrowkv.sparse_fp8.sources import KVSource, PagedSource
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -130,9 +128,10 @@ def _plan(
         raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
     scale = rows.head_dim**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
     return make_plan(
-        "fused" if rows.is_quantized else "16bit", active_target(device), compiled, device,
-        pages.Q_LEN * pages.HEADS, QUERY_FORMATS[query, rows.head_dim], rows, None, scale, has_sinks,
-        writes_lse, num_splits, batch_invariant, pages,
+        mode="fused" if rows.is_quantized else "16bit", target=active_target(device), compiled=compiled,
+        device=device, num_qo_heads=pages.Q_LEN * pages.HEADS, query=QUERY_FORMATS[query, rows.head_dim],
+        prefix=rows, extend=None, sm_scale=scale, has_sink=has_sinks, writes_lse=writes_lse,
+        num_splits=num_splits, batch_invariant=batch_invariant, pages=pages,
     )  # fmt: skip
 
 

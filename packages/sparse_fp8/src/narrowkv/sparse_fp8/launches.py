@@ -19,18 +19,16 @@ from narrowkv.runtime.launch import (
     named,
 )
 from narrowkv.runtime.targets import Target
-from narrowkv.sparse_fp8.binding import NO_CSR, NO_ROWS, RowsFormat
+from narrowkv.sparse_fp8.binding import NO_CSR, NO_ROWS, RowsFormat, widened_format
 from narrowkv.sparse_fp8.checks import SparseSettings
 from narrowkv.sparse_fp8.config import SparseConfig, few_heads_registers
-from narrowkv.sparse_fp8.formats import widened_format
 from narrowkv.sparse_fp8.kernels.expand import _expand_kernel
 from narrowkv.sparse_fp8.kernels.fused import _sparse_fused_kernel
 from narrowkv.sparse_fp8.kernels.results import Output, Partials, SparseSpec, Tiles, _merge_sparse_kernel
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, StoredRows
 from narrowkv.sparse_fp8.kernels.sixteen_bit import _sparse_16bit_kernel
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
-from narrowkv.sparse_fp8.rows import DSV4Rows
-from narrowkv.sparse_fp8.sources import Source
+from narrowkv.sparse_fp8.options import SparseArguments
 
 _SPLITS_AT_ONCE = 8
 _MERGE = LaunchOptions(num_warps=1, num_stages=1)
@@ -130,7 +128,7 @@ def _kernel_of(
         return _hopper_kernel(config, call, target, query, prefix, extend)
     constexprs: dict[str, Any] = {"PREFIX": stored(prefix, target), "EXTEND": stored(extend, target)}
     if config.family == "cdna":
-        from narrowkv.sparse_fp8.kernels.cdna import _sparse_cdna_kernel, cdna_call
+        from narrowkv.sparse_fp8.kernels.cdna.attention import _sparse_cdna_kernel, cdna_call
 
         return _sparse_cdna_kernel, {**constexprs, "CALL": cdna_call(call, config, target)}
     constexprs |= {"CALL": call, "TILES": Tiles(config.block_h, config.block_k, config.width, config.guard)}
@@ -145,10 +143,10 @@ def _hopper_kernel(
     prefix: RowsFormat | None, extend: RowsFormat | None,
 ) -> tuple[Any, dict[str, Any]]:  # fmt: skip
     # Not at the top: a Triton without Gluon runs everything else.
-    from narrowkv.sparse_fp8.kernels.few_heads import _sparse_few_heads_kernel
-    from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
-    from narrowkv.sparse_fp8.kernels.hopper_copies import HopperCall
-    from narrowkv.sparse_fp8.kernels.hopper_fp8 import _sparse_hopper_fp8_kernel
+    from narrowkv.sparse_fp8.kernels.hopper.few_heads import _sparse_few_heads_kernel
+    from narrowkv.sparse_fp8.kernels.hopper.fp8 import _sparse_hopper_fp8_kernel
+    from narrowkv.sparse_fp8.kernels.hopper.frame import HopperCall
+    from narrowkv.sparse_fp8.kernels.hopper.sixteen_bit import _sparse_hopper_kernel
 
     rows = [each for each in (prefix, extend) if each is not None]
     far = any(each.offsets_64_bit for each in rows)
@@ -220,8 +218,7 @@ class SparseLayout(NamedTuple):
 
 def prepare(
     plan: SparseSettings, config: SparseConfig, layout: SparseLayout, names: tuple[str, ...],
-    memory: dict[str, torch.Tensor], q: torch.Tensor | DSV4Rows, prefix: Source | None,
-    extend: Source | None,
+    memory: dict[str, torch.Tensor], given: SparseArguments,
 ) -> PreparedCall:  # fmt: skip
     """The launches of calls with this layout.
 
@@ -231,11 +228,15 @@ def prepare(
         layout: what the launches depend on.
         names: of the values of a call.
         memory: scratch that is not among the values, by name.
-        q, prefix, extend: of such a call.
+        given: such a call.
     """
+    q = given.q
     steps: list[KernelLaunch] = []
     sources: dict[str, Any] = {}
-    for side, source, lies in (("prefix", prefix, layout.prefix), ("extend", extend, layout.extend)):
+    for side, source, lies in (
+        ("prefix", given.prefix, layout.prefix),
+        ("extend", given.extend, layout.extend),
+    ):
         rows: Any = NO_ROWS
         csr: Any = NO_CSR
         if source is not None and lies is not None:
@@ -266,17 +267,17 @@ def prepare(
     prefix_far, extend_far = (side is not None and side[1] for side in (layout.prefix, layout.extend))
     far = (prefix_far, extend_far, layout.query[1])
     kernel = attention_kernel(plan, config, layout.split, far)
-    given = {
+    arguments = {
         "q": query, "out": results, "partials": partials, **sources, "qk_scale": plan.sm_scale * _LOG2E,
         "num_tokens": Arg("tokens"), "num_splits": Arg("splits"),
     }  # fmt: skip
     if layout.family == "hopper":
-        given["num_items"] = Arg("items")
-        steps.append(launch_by_name(kernel, (Arg("programs"),), **given))
+        arguments["num_items"] = Arg("items")
+        steps.append(launch_by_name(kernel, (Arg("programs"),), **arguments))
     else:
-        steps.append(launch_by_name(kernel, (Arg("programs"), Arg("splits")), **given))
+        steps.append(launch_by_name(kernel, (Arg("programs"), Arg("splits")), **arguments))
     if layout.split:
-        merged = {name: given[name] for name in ("out", "partials", "num_tokens", "num_splits")}
+        merged = {name: arguments[name] for name in ("out", "partials", "num_tokens", "num_splits")}
         steps.append(launch_by_name(merge_kernel(plan), (Arg("merged_rows"),), **merged))
     return PreparedCall(names, steps)
 

@@ -149,25 +149,25 @@ class SparsePlan(SparseSettings):
 
     def call(self, given: SparseArguments) -> Result:
         """A call by this plan; see `run`. Of `given` only the arguments of `run` are read."""
-        q, prefix, extend, attn_sink, out, lse, validate = given[:7]
-        tokens = self.check_inputs(q, prefix, extend, attn_sink)
-        if validate:
-            check_values(q, prefix, extend, attn_sink)
+        out, lse = given.out, given.lse
+        tokens = self.check_inputs(given)
+        if given.validate:
+            check_values(given)
         if out is None:
             out = torch.empty(
                 (tokens, self.num_qo_heads, HEAD_DIM), dtype=self.query_dtype, device=self.device
             )
         else:
-            self.check_out(out, q, prefix, extend, attn_sink, tokens)
+            self.check_out(out, given, tokens)
         if self.writes_lse:
             if lse is None:
                 lse = torch.empty((tokens, self.num_qo_heads), dtype=torch.float32, device=self.device)
             else:
-                self.check_lse(lse, out, q, prefix, extend, attn_sink)
+                self.check_lse(lse, out, given)
         elif lse is not None:
             raise ValueError("lse must be None for a plan that does not write it: plan with return_lse=True")
         if tokens:
-            self._attend(q, prefix, extend, attn_sink, out, lse, tokens)
+            self._attend(given, out, lse, tokens)
         return out if lse is None else (out, lse)
 
     def blocks(self) -> dict[str, Block]:
@@ -202,22 +202,16 @@ class SparsePlan(SparseSettings):
         return min(most, MOST_CHOSEN_SPLITS * tokens)
 
     def _attend(
-        self,
-        q: torch.Tensor | DSV4Rows,
-        prefix: Source | None,
-        extend: Source | None,
-        attn_sink: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        tokens: int,
+        self, given: SparseArguments, out: torch.Tensor, lse: torch.Tensor | None, tokens: int
     ) -> None:
         """Launches the kernels of a checked call with at least one token."""
+        q, prefix, extend, attn_sink = given[:4]
         heads = self.num_qo_heads
         rows = (0 if prefix is None else prefix.listed) + (0 if extend is None else extend.listed)
         mean_rows = rows // tokens
         if self.max_seq_len is not None:
             mean_rows = min(mean_rows, self.max_seq_len)
-        reads = self.specialised is not None and self._specialised_reads(q, prefix, extend, out)
+        reads = self.specialised is not None and self._specialised_reads(given, out)
         choice = self._choices.get((tokens, mean_rows, reads))
         config, splits = self._configuration(tokens, mean_rows, reads) if choice is None else choice
         programs = tokens * -(-heads // config.block_h)
@@ -255,7 +249,7 @@ class SparsePlan(SparseSettings):
         call = self.calls.get(key)
         if call is None:
             layout = SparseLayout(*key)
-            made = prepare(self, config, layout, tuple(values), self._scratch, q, prefix, extend)
+            made = prepare(self, config, layout, tuple(values), self._scratch, given)
             call = self.calls.keep(key, made)
         call.run(**values)
 
@@ -323,15 +317,14 @@ class SparsePlan(SparseSettings):
             self.pages is not None,
         )
 
-    def _specialised_reads(
-        self, q: torch.Tensor | DSV4Rows, prefix: Source | None, extend: Source | None, out: torch.Tensor
-    ) -> bool:
+    def _specialised_reads(self, given: SparseArguments, out: torch.Tensor) -> bool:
         """Whether the specialised kernel can read the tensors of a call."""
+        q = given.q
         if isinstance(q, torch.Tensor):
             if q.data_ptr() % 16 or q.stride(0) % 16 or q.stride(1) % 16 or _offsets_pass_31_bits(q):
                 return False
-        for given in (prefix, extend):
-            if given is not None and not (given.int32_lists and self._reaches(given)):
+        for source in (given.prefix, given.extend):
+            if source is not None and not (source.int32_lists and self._reaches(source)):
                 return False
         return not _offsets_pass_31_bits(out)
 

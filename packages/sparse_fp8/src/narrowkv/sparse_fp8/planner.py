@@ -1,30 +1,48 @@
-"""Making plans of sparse attention: from formats and a device, or from the tensors of a call."""
+"""Making plans of sparse attention, from formats and a device, or from the tensors of a call; their modes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from narrowkv.quant.device import BITS, NATIVE
-from narrowkv.runtime.errors import check_choice, check_finite_float, check_instance, check_positive_int
+from narrowkv.runtime.errors import (
+    UnsupportedError,
+    check_choice,
+    check_dtype,
+    check_finite_float,
+    check_instance,
+    check_positive_int,
+    check_shape,
+)
 from narrowkv.runtime.launch import Workspace, active_target, executor, is_compiled
 from narrowkv.runtime.operation import Bounded
 from narrowkv.runtime.targets import Target
-from narrowkv.sparse_fp8.binding import RowsFormat
+from narrowkv.sparse_fp8.binding import QUERY_FORMATS, RowsFormat
 from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS, choose_config, specialised_config
-from narrowkv.sparse_fp8.formats import QUERY_FORMATS, check_formats, num_heads_of, query_format
 from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.launches import route_of
-from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
+from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS, ROPE_DIM
 from narrowkv.sparse_fp8.operation import SparsePlan
 from narrowkv.sparse_fp8.options import PLAIN_VALUES, SparseArguments
-from narrowkv.sparse_fp8.rows import DSV4Rows
+from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
 
-__all__ = ["known_plan", "make_plan", "plan_for", "plan_sparse", "remember", "suits_specialised"]
+__all__ = [
+    "MODES",
+    "ModeChoice",
+    "choose_mode",
+    "known_plan",
+    "make_plan",
+    "plan_for",
+    "plan_sparse",
+    "query_format",
+    "remember",
+    "suits_specialised",
+]
 
 _CACHED_PLANS = 256
 
@@ -103,10 +121,10 @@ def plan_sparse(
     place = torch.empty(0, device=device).device  # with the index of the current GPU
     mode = _resolve_mode(mode, prefix, extend)
     check_formats(mode, query, prefix, extend)
-    target = active_target(place)
     plan = make_plan(
-        mode, target, _compiles(place), place, num_qo_heads, query, prefix, extend, scale, has_sink,
-        return_lse, num_splits, batch_invariant,
+        mode=mode, target=active_target(place), compiled=is_compiled(torch.empty(0, device=place)),
+        device=place, num_qo_heads=num_qo_heads, query=query, prefix=prefix, extend=extend, sm_scale=scale,
+        has_sink=has_sink, writes_lse=return_lse, num_splits=num_splits, batch_invariant=batch_invariant,
     )  # fmt: skip
     if max_num_tokens is None or max_indices is None:
         return plan
@@ -148,11 +166,12 @@ def plan_for(given: SparseArguments, mode: str) -> SparsePlan:
     check_formats(mode, query, formats[0], formats[1])
     scale = query.head_dim**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
     device = q.device
-    compiled = is_compiled(q.data if isinstance(q, DSV4Rows) else q)
     return make_plan(
-        mode, active_target(device), compiled, device, heads, query, formats[0], formats[1], scale,
-        given.attn_sink is not None, given.return_lse or given.lse is not None, given.num_splits,
-        given.batch_invariant,
+        mode=mode, target=active_target(device),
+        compiled=is_compiled(q.data if isinstance(q, DSV4Rows) else q), device=device, num_qo_heads=heads,
+        query=query, prefix=formats[0], extend=formats[1], sm_scale=scale,
+        has_sink=given.attn_sink is not None, writes_lse=given.return_lse or given.lse is not None,
+        num_splits=given.num_splits, batch_invariant=given.batch_invariant,
     )  # fmt: skip
 
 
@@ -190,17 +209,16 @@ def remember(key: Any, plan: SparsePlan) -> SparsePlan:
     return plan if key is None else _known.keep(key, plan)
 
 
-def _compiles(device: torch.device) -> bool:
-    return is_compiled(torch.empty(0, device=device))
-
-
 @lru_cache(maxsize=_CACHED_PLANS)
 def make_plan(
-    mode: str, target: Target, compiled: bool, device: torch.device, num_heads: int, query: RowsFormat,
-    prefix: RowsFormat | None, extend: RowsFormat | None, sm_scale: float, has_sink: bool, writes_lse: bool,
-    num_splits: int | None, batch_invariant: bool, pages: PagedForm | None = None,
+    *, mode: str, target: Target, compiled: bool, query: RowsFormat, prefix: RowsFormat | None,
+    extend: RowsFormat | None, num_qo_heads: int, batch_invariant: bool, pages: PagedForm | None = None,
+    **settings: Any,
 ) -> SparsePlan:  # fmt: skip
-    """A plan without maxima; calls that are not planned find theirs here."""
+    """A plan without maxima; calls that are not planned find theirs here.
+
+    `compiled`: whether kernels are, and not interpreted. The others are attributes of `SparsePlan`.
+    """
     kernel = "fused" if mode == "fused" else "16bit"
     rows = [each for each in (prefix, extend) if each is not None]
     layouts = [LAYOUTS[each.layout] for each in rows if each.is_quantized and kernel == "fused"]
@@ -214,34 +232,16 @@ def make_plan(
     plain = compiled and not batch_invariant and pages is None
     if plain and suits_specialised(mode, target, query, prefix, extend):
         specialised = specialised_config(
-            target, kernel=kernel, num_heads=num_heads, layouts=layouts, two_sources=len(rows) > 1
+            target, kernel=kernel, num_heads=num_qo_heads, layouts=layouts, two_sources=len(rows) > 1
         )
+    portable = choose_config(
+        target, kernel=kernel, num_heads=num_qo_heads, head_dim=query.head_dim, fp8_qk=fp8_qk,
+        fp16_query=query.layout == "fp16", layouts=layouts, paged=pages is not None,
+    )  # fmt: skip
     return SparsePlan(
-        mode=mode,
-        target=target,
-        device=device,
-        num_qo_heads=num_heads,
-        query=query,
-        prefix=prefix,
-        extend=extend,
-        has_sink=has_sink,
-        writes_lse=writes_lse,
-        sm_scale=sm_scale,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        pages=pages,
-        portable=choose_config(
-            target,
-            kernel=kernel,
-            num_heads=num_heads,
-            head_dim=query.head_dim,
-            fp8_qk=fp8_qk,
-            fp16_query=query.layout == "fp16",
-            layouts=layouts,
-            paged=pages is not None,
-        ),
-        specialised=specialised,
-    )
+        mode=mode, target=target, num_qo_heads=num_qo_heads, query=query, prefix=prefix, extend=extend,
+        batch_invariant=batch_invariant, pages=pages, portable=portable, specialised=specialised, **settings,
+    )  # fmt: skip
 
 
 def suits_specialised(
@@ -272,3 +272,258 @@ def suits_specialised(
     own_scales = all(each.scale_group == layout.group for each, layout in zip(rows, layouts, strict=True))
     powers_of_two = layouts[0].scale != "fp32"
     return native and len(kinds) == 1 and own_scales and layouts[0].group in (32, 64) and powers_of_two
+
+
+def check_formats(mode: str, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None) -> None:
+    """Refuses sources and queries that a mode cannot attend together.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: naming the argument, what was expected and what was given.
+    """
+    named = {name: rows for name, rows in (("prefix", prefix), ("extend", extend)) if rows is not None}
+    if not named:
+        raise ValueError("prefix or extend must be given, got None for both")
+    if mode == "16bit":
+        if query.is_quantized:
+            raise TypeError("q must be a bf16 or fp16 tensor over 16-bit rows, got DSV4Rows")
+        for name, rows in named.items():
+            if rows.is_quantized:
+                raise UnsupportedError(
+                    f"{name}.rows must be a bf16 or fp16 tensor here, got DSV4Rows: use sparse_prefill_fp8"
+                )
+    elif not any(rows.is_quantized for rows in named.values()):
+        raise UnsupportedError(
+            "prefix.rows or extend.rows must be DSV4Rows here, got 16-bit rows: use sparse_prefill"
+        )
+    for name, rows in named.items():
+        if rows.head_dim != query.head_dim:
+            raise ValueError(
+                f"{name}.rows must have as many columns as q, {query.head_dim}, got {rows.head_dim}"
+            )
+    if mode == "fused":
+        check_fused(named)
+    for name, rows in named.items():
+        if not rows.is_quantized and rows.dtype != query.dtype:
+            raise TypeError(f"{name}.rows must have the dtype of q, {query.dtype}, got {rows.dtype}")
+
+
+def check_fused(rows: dict[str, RowsFormat]) -> None:
+    """Refuses 16-bit rows, which the fused kernels do not read.
+
+    Raises:
+        UnsupportedError: naming the source and what works.
+    """
+    for name, stored in rows.items():
+        if not stored.is_quantized:
+            raise UnsupportedError(
+                f"{name}.rows must be DSV4Rows for the fused kernel, got 16-bit rows: quantise them with "
+                "DSV4Rows.quantize, or use mode='prepass' of sparse_prefill_fp8, which takes both kinds"
+            )
+
+
+def query_format(q: torch.Tensor | DSV4Rows) -> RowsFormat:
+    """How a query is stored; the addresses of a 16-bit one are looked at in each call.
+
+    Raises:
+        TypeError: q is neither a bf16 or fp16 tensor nor `DSV4Rows`.
+    """
+    if isinstance(q, DSV4Rows):
+        return q.bound.format
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q must be a torch.Tensor or DSV4Rows, got {type(q).__name__}")
+    check_dtype("q", q, (torch.bfloat16, torch.float16))
+    check_shape("q", q, ("num_tokens", "num_qo_heads", _query_columns(q)))
+    return QUERY_FORMATS["bf16" if q.dtype is torch.bfloat16 else "fp16", q.shape[-1]]
+
+
+def _query_columns(q: torch.Tensor) -> int:
+    """The columns that a query must have: 512, or 576 if it has those."""
+    wide = HEAD_DIM + ROPE_DIM
+    return wide if q.shape[-1:] == (wide,) else HEAD_DIM
+
+
+def num_heads_of(q: torch.Tensor | DSV4Rows, tokens: int, num_qo_heads: int | None) -> int:
+    """The query heads of a call that was not planned.
+
+    Raises:
+        ValueError: the query cannot hold `tokens` times any supported number of heads.
+    """
+    if isinstance(q, DSV4Rows):
+        heads = query_heads(q, tokens, num_qo_heads)
+        spare = q.num_rows - heads * tokens
+        if not 1 <= heads <= MOST_HEADS or not 0 <= spare < (1 if num_qo_heads is None else q.page_size):
+            raise ValueError(
+                f"q must hold num_tokens * num_qo_heads rows, num_qo_heads from 1 to {MOST_HEADS}, for "
+                f"{tokens} tokens; got {q.num_rows} rows and num_qo_heads={num_qo_heads}"
+            )
+        return heads
+    if not 1 <= q.shape[1] <= MOST_HEADS:
+        raise ValueError(f"q must have 1 to {MOST_HEADS} heads, got {q.shape[1]}")
+    if num_qo_heads not in (None, q.shape[1]):
+        raise ValueError(f"num_qo_heads must be {q.shape[1]} as q has it, got {num_qo_heads}")
+    return q.shape[1]
+
+
+MODES = ("auto", "fused", "prepass")
+
+# NVIDIA: up to so many heads, how often rows must be read on average for expanding them first to be faster;
+# None if it never is. Time of fused over that of prepass, 65536 rows, by how often each row is read:
+_READINGS_ON_NVIDIA = (
+    # 16 heads, which wait for the widening: H200 0.80 with 4, 0.99 with 8, 1.20 with 32; H100 0.80 with 8,
+    # 0.95 and 1.01 with 32. 32 heads: H100 0.51 and 0.76 with 4, 1.06 with 16.
+    (32, 10),
+    # H200 0.88 with 8, 0.97 with 24, 0.99 with 32, 1.02 with 128; H100 0.80 with 8, 0.87 and 0.93 with 32,
+    # 0.96 with 128.
+    (64, None),
+    # 128 heads, which widen a row twice: H200 0.97 with 8, 1.01 with 16; H100 0.94 with 8, 1.00 and 1.02
+    # with 32.
+    (MOST_HEADS, 12),
+)
+# AMD, where attention over 16-bit rows is faster, the same for all heads. Model (`narrowkv inspect model
+# --case sparse:...`), clocks of a compute unit for a row of the loop, fused and over 16-bit rows: gfx942, 64
+# heads 182 and 143, 32 heads 162 and 132, 16 heads 224 and 188; gfx950, 64 heads 88 and 95, 32 heads 71 and
+# 67, 16 heads 161 and 103. Expanding a row moves 1.6 KB, which takes 200 clocks of a compute unit's share of
+# HBM on gfx942 and 127 on gfx950.
+_READINGS_ON_AMD = {"gfx950": 3}
+_READINGS_ON_OTHER_AMD = 6
+
+
+@dataclass(frozen=True)
+class ModeChoice:
+    """The mode that `mode="auto"` picks, and why.
+
+    Attributes:
+        mode: "fused" or "prepass".
+        why: one sentence.
+    """
+
+    mode: str
+    why: str
+
+
+def _choose_on_nvidia(
+    q: torch.Tensor | DSV4Rows,
+    query: RowsFormat,
+    sources: dict[str, KVSource],
+    target: Target,
+    num_heads: int,
+) -> ModeChoice:
+    formats = {name: source.format for name, source in sources.items()}
+    config = None
+    if (
+        is_compiled(q if isinstance(q, torch.Tensor) else q.data)
+        and suits_specialised("fused", target, query, formats.get("prefix"), formats.get("extend"))
+        and all(source.int32_lists for source in sources.values())
+    ):
+        config = specialised_config(target, kernel="fused", num_heads=num_heads)
+    if config is None:
+        return ModeChoice(
+            "prepass",
+            "no kernel for Hopper widens these rows, and the plain one takes more than twice the 16-bit "
+            "kernel's time (measured on an H200)",
+        )
+    readings = next(count for most, count in _READINGS_ON_NVIDIA if num_heads <= most)
+    if readings is None:
+        return ModeChoice(
+            "fused",
+            "at 64 heads it takes 0.80 to 1.02 of the prepass's time (measured on H100 and H200)",
+        )
+    if not _read_as_often(sources, readings):
+        return ModeChoice(
+            "fused",
+            f"rows are read less than {readings} times each on average, too seldom to expand them first "
+            "(measured at 16 to 128 heads)",
+        )
+    return ModeChoice(
+        "prepass",
+        f"rows are read {readings} times each or more on average, which pays for expanding them "
+        "(measured at 16 to 128 heads)",
+    )
+
+
+def _read_as_often(sources: dict[str, KVSource], readings: int) -> bool:
+    """Whether each row is read at least `readings` times on average."""
+    named = sum(source.nnz for source in sources.values())
+    return named >= readings * sum(min(source.num_rows, source.nnz) for source in sources.values())
+
+
+def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int) -> ModeChoice:
+    """Chooses by how often a row is read; see `_READINGS_ON_AMD`."""
+    v4_rows = all(LAYOUTS[source.format.layout].quantized < HEAD_DIM for source in sources.values())
+    if (
+        target.name == "gfx950"
+        and v4_rows
+        and specialised_config(target, kernel="fused", num_heads=num_heads)
+    ):
+        return ModeChoice("fused", "it is about as fast as attention over 16-bit rows (a model)")
+    readings = _READINGS_ON_AMD.get(target.name, _READINGS_ON_OTHER_AMD)
+    if _read_as_often(sources, readings):
+        return ModeChoice(
+            "prepass", f"rows are read {readings} times each or more, which pays for expanding them (a model)"
+        )
+    return ModeChoice(
+        "fused", f"rows are read less than {readings} times each, too seldom to expand them first (a model)"
+    )
+
+
+def choose_mode(
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None = None,
+    *,
+    mode: str = "auto",
+    num_qo_heads: int | None = None,
+) -> ModeChoice:
+    """The mode that `sparse_prefill_fp8` runs in with these arguments, and why.
+
+    Args:
+        q, prefix, extend: as for `sparse_prefill_fp8`; only metadata is looked at.
+        mode: "auto", or a mode that is forced.
+        num_qo_heads: as for `sparse_prefill_fp8`.
+
+    Raises:
+        ValueError: an unknown mode.
+        UnsupportedError: mode "fused" over 16-bit rows. What else is wrong the call itself refuses.
+
+    Example:
+        >>> import torch
+        >>> rows = DSV4Rows.quantize(torch.zeros(4, 512))
+        >>> one = torch.tensor([0, 1], dtype=torch.int32)
+        >>> choose_mode(torch.zeros(1, 16, 512).bfloat16(), KVSource(rows, one, one[:1])).mode
+        'fused'
+    """
+    check_choice("mode", mode, MODES)
+    if mode == "prepass":
+        return ModeChoice(mode, "asked for")
+    query = query_format(q)
+    sources = {name: x for name, x in (("prefix", prefix), ("extend", extend)) if x is not None}
+    for name, source in sources.items():
+        if not isinstance(source, KVSource):
+            raise TypeError(f"{name} must be a KVSource or None, got {type(source).__name__}")
+    if not sources:
+        raise ValueError("prefix or extend must be a KVSource, got None for both")
+    formats = [source.format for source in sources.values()]
+    if mode == "fused":
+        check_fused({name: source.format for name, source in sources.items()})
+        return ModeChoice(mode, "asked for")
+    if not all(rows.is_quantized for rows in formats):
+        return ModeChoice("prepass", "one source is 16-bit, which the fused kernel does not read")
+    if any(LAYOUTS[rows.layout].scales_stay_apart for rows in formats):
+        return ModeChoice("fused", "a prepass would round the products with fp32 scales to bf16")
+    target = active_target(q.device)
+    tokens = next(iter(sources.values())).num_tokens
+    heads = q.shape[1] if isinstance(q, torch.Tensor) else query_heads(q, tokens, num_qo_heads)
+    if target.is_nvidia:
+        return _choose_on_nvidia(q, query, sources, target, heads)
+    in_software = [rows.format for rows in formats if route_of(target, rows) == BITS]
+    if target.is_amd and in_software and (heads <= 16 or target.name == "gfx950"):
+        return ModeChoice(
+            "prepass",
+            f"{target.name} converts these {in_software[0]} bytes in software, so each row once and not each "
+            "time it is read (a model: counted instructions)",
+        )
+    if target.is_amd:
+        return _choose_on_amd(sources, target, heads)
+    return ModeChoice(
+        "fused", "it needs no scratch, gathers half the bytes and converts in hardware (a model: not timed)"
+    )

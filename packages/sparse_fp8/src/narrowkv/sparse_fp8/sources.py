@@ -1,4 +1,4 @@
-"""Sources: rows, and lists of the rows that each query token attends to.
+"""Sources: rows, and the lists, or the page table, of those that each query token attends to.
 
 Example:
     >>> import torch
@@ -10,16 +10,20 @@ Example:
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from narrowkv.paged_cache import PageTable
+from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
 from narrowkv.runtime.errors import (
     check_dtype,
+    check_instance,
     check_last_dim_contiguous,
     check_no_grad,
+    check_positive_int,
     check_same_device,
     check_shape,
     check_tensor,
@@ -29,15 +33,14 @@ from narrowkv.sparse_fp8.binding import (
     BoundRows,
     RowsFormat,
     bind_16_bit_rows,
-    bind_csr,
     byte_range,
     format_id_of,
 )
-from narrowkv.sparse_fp8.kernels.rows import Csr, PageList, RowPointers
+from narrowkv.sparse_fp8.kernels.rows import Csr, PagedForm, PageList, RowPointers
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, ROPE_DIM
 from narrowkv.sparse_fp8.rows import DSV4Rows
 
-__all__ = ["KVSource", "Source"]
+__all__ = ["KVSource", "PagedSource", "Source"]
 
 _INTEGERS = (torch.int32, torch.int64)
 # Kernels count rows and indices in 32 bits, including a tile past the end.
@@ -60,6 +63,28 @@ class Source:
     csr: Csr | PageList
     format_id: int
     byte_ranges: tuple[tuple[int, int], ...]
+
+    def _derive(
+        self, bound: BoundRows, csr: Csr | PageList, *, num_tokens: int, nnz: int, int32_lists: bool
+    ) -> None:
+        """Sets the attributes that follow from the rows and from what names them."""
+        tensors = {**bound.tensors, **self.lists}
+        derived = {
+            "num_tokens": num_tokens,
+            "num_rows": bound.num_rows,
+            "nnz": nnz,
+            "device": next(iter(self.lists.values())).device,
+            "int32_lists": int32_lists,
+            "format": bound.format,
+            "offsets_64_bit": bound.format.offsets_64_bit,
+            "bound": bound,
+            "pointers": bound.pointers,
+            "csr": csr,
+            "format_id": format_id_of(bound.pointers, csr, bound.format),
+            "byte_ranges": tuple(byte_range(tensor) for tensor in tensors.values()),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @cached_property
     def listed(self) -> int:
@@ -153,36 +178,15 @@ class KVSource(Source):
             check_last_dim_contiguous(name, vector)
             if vector.shape[0] > MOST_ROWS:
                 raise ValueError(f"{name} must have at most {MOST_ROWS} elements, got {vector.shape[0]}")
-        if isinstance(self.rows, DSV4Rows):
-            bound = self.rows.bound
-        elif isinstance(self.rows, torch.Tensor):
-            check_dtype("rows", self.rows, (torch.bfloat16, torch.float16))
-            check_shape("rows", self.rows, ("num_rows", _columns(self.rows)))
-            check_last_dim_contiguous("rows", self.rows)
-            bound = bind_16_bit_rows(self.rows)
-        else:
-            raise TypeError(f"rows must be a torch.Tensor or DSV4Rows, got {type(self.rows).__name__}")
-        if bound.num_rows > MOST_ROWS:
-            raise ValueError(f"rows must hold at most {MOST_ROWS} rows, got {bound.num_rows}")
-        tensors = {**bound.tensors, "indptr": self.indptr, "indices": self.indices}
-        check_same_device(**tensors)
-        csr = bind_csr(self.indptr, self.indices)
-        derived = {
-            "num_tokens": self.indptr.shape[0] - 1,
-            "num_rows": bound.num_rows,
-            "nnz": self.indices.shape[0],
-            "device": self.indices.device,
-            "int32_lists": self.indptr.dtype == self.indices.dtype == torch.int32,
-            "format": bound.format,
-            "offsets_64_bit": bound.format.offsets_64_bit,
-            "bound": bound,
-            "pointers": bound.pointers,
-            "csr": csr,
-            "format_id": format_id_of(bound.pointers, csr, bound.format),
-            "byte_ranges": tuple(byte_range(tensor) for tensor in tensors.values()),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        bound = _bind_rows(self.rows)
+        check_same_device(**bound.tensors, indptr=self.indptr, indices=self.indices)
+        self._derive(
+            bound,
+            Csr(self.indptr, self.indices, 0),
+            num_tokens=self.indptr.shape[0] - 1,
+            nnz=self.indices.shape[0],
+            int32_lists=self.indptr.dtype == self.indices.dtype == torch.int32,
+        )
 
     @property
     def lists(self) -> dict[str, torch.Tensor]:
@@ -228,9 +232,116 @@ class KVSource(Source):
             check_scales(name, self.rows, used[used >= 0])
 
 
-def _columns(rows: torch.Tensor) -> int:
-    """The columns that 16-bit rows must have: 512, or 576 if they have those."""
-    return HEAD_DIM + ROPE_DIM if rows.shape[-1:] == (HEAD_DIM + ROPE_DIM,) else HEAD_DIM
+@dataclass(frozen=True, eq=False)
+class PagedSource(Source):
+    """Latent rows of sequences that a page table describes; attributes as those of `KVSource`.
+
+    Attributes:
+        rows: bf16 or fp16 `[num_rows, 512]` or `[num_rows, 576]`, or pages of them, or `DSV4Rows`.
+        table: the pages of each sequence, and its length.
+        num_tokens: sequences.
+        nnz: page ids of a sequence; ragged: of all sequences.
+        pages: what kernels are compiled for, with one query token of one head.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was given. Values are not read.
+    """
+
+    rows: torch.Tensor | DSV4Rows
+    table: PageTable
+    pages: PagedForm = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Checks the metadata once."""
+        table = check_instance("page_table", self.table, PageTable)
+        size = check_positive_int("page_size", table.page_size)
+        bound = _bind_rows(self.rows, size)
+        if isinstance(self.rows, DSV4Rows):
+            if size not in (1, self.rows.page_size) and self.rows.places.is_paged:
+                raise ValueError(
+                    f"page_table must have the page_size of rows, {self.rows.page_size}, or 1 (a page id "
+                    f"is then a row number), got {size}"
+                )
+        for name, mask in (("key_ranges", table.key_ranges), ("tree_mask", table.tree_mask)):
+            if mask is not None:
+                raise ValueError(
+                    f"page_table must have no {name}, which only paged_decode takes: leave it out"
+                )
+        if table.before_append:
+            raise ValueError(
+                "page_table must hold lengths that include the tokens of this call, got lengths before an "
+                "append (cached_lens): pass seq_lens"
+            )
+        bound_table = BOUND_TABLES.get(id(table)) or bind_table(table)
+        csr = PageList(bound_table.ids, bound_table.row, bound_table.lens, *bound_table.steps)
+        check_same_device(**bound.tensors, page_table=table.page_ids)
+        object.__setattr__(self, "pages", PagedForm(size, table.kind == "ragged", 1, 1))
+        self._derive(bound, csr, num_tokens=bound_table.batch, nnz=bound_table.max_pages, int32_lists=False)
+
+    @cached_property
+    def listed(self) -> int:
+        """Rows that all sequences have room for, which is at least what they attend to."""
+        return self.nnz * self.table.page_size * (1 if self.pages.RAGGED else self.num_tokens)
+
+    @property
+    def lists(self) -> dict[str, torch.Tensor]:
+        """The tensors of the page table."""
+        table = self.table
+        found = {
+            "page_ids": table.page_ids, "seq_lens": table.seq_lens, "kv_indptr": table.kv_indptr,
+            "kv_last_page_len": table.kv_last_page_len,
+        }  # fmt: skip
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def check_values(self, name: str) -> None:
+        """Reads the page table, and the scales of the rows, on the host; this waits for the device.
+
+        Raises:
+            ValueError: lengths or page ids that the table or the rows do not have; a scale that no writer
+                stores.
+        """
+        self.table.check_values(self.num_rows // self.pages.PAGE_SIZE)
+        if isinstance(self.rows, DSV4Rows):
+            named = [self.table.pages_of(seq)[0] * self.pages.PAGE_SIZE for seq in range(self.num_tokens)]
+            slots = torch.arange(self.pages.PAGE_SIZE, device=self.device)
+            rows = torch.cat([first[:, None] + slots for first in named]) if named else slots[:0]
+            check_scales(name, self.rows, rows.flatten())
+
+
+def _bind_rows(rows: object, page_size: int | None = None) -> BoundRows:
+    """Rows as kernels take them; 16-bit ones may be pages of `page_size` rows where there is a page table.
+
+    Raises:
+        TypeError, ValueError: naming what was expected and what was given.
+    """
+    if isinstance(rows, DSV4Rows):
+        bound = rows.bound
+    elif isinstance(rows, torch.Tensor):
+        check_dtype("rows", rows, (torch.bfloat16, torch.float16))
+        wide = HEAD_DIM + ROPE_DIM
+        columns = wide if rows.shape[-1:] == (wide,) else HEAD_DIM
+        if page_size is not None and rows.dim() == 3:
+            rows = _flat_rows(rows, page_size, columns)
+        check_shape("rows", rows, ("num_rows", columns))
+        check_last_dim_contiguous("rows", rows)
+        bound = bind_16_bit_rows(rows)
+    else:
+        raise TypeError(f"rows must be a torch.Tensor or DSV4Rows, got {type(rows).__name__}")
+    if bound.num_rows > MOST_ROWS:
+        raise ValueError(f"rows must hold at most {MOST_ROWS} rows, got {bound.num_rows}")
+    return bound
+
+
+def _flat_rows(rows: torch.Tensor, page_size: int, columns: int) -> torch.Tensor:
+    """16-bit rows `[num_rows, columns]` of pages `[num_pages, page_size, columns]`."""
+    check_shape("rows", rows, ("num_pages", page_size, columns))
+    if rows.shape[0] > 1 and page_size > 1 and rows.stride(0) != page_size * rows.stride(1):
+        raise ValueError(
+            "rows must have pages that follow each other, a stride of page_size rows between them "
+            f"({page_size} * {rows.stride(1)}), got {rows.stride(0)}: pass a contiguous cache"
+        )
+    step = rows.stride(1) if page_size > 1 else rows.stride(0)
+    return rows.as_strided((rows.shape[0] * page_size, columns), (step, rows.stride(2)))
 
 
 def check_scales(name: str, rows: DSV4Rows, index: torch.Tensor | None = None) -> None:

@@ -20,8 +20,7 @@ from narrowkv.engines.transformers.dense import attend_dense
 from narrowkv.engines.transformers.layers import NarrowLayer, Owner
 from narrowkv.quant import cast_fp8
 from narrowkv.sparse_fp8 import DSV4Rows, latent_decode
-from narrowkv.sparse_fp8.binding import RowsFormat
-from narrowkv.sparse_fp8.formats import QUERY_FORMATS
+from narrowkv.sparse_fp8.binding import QUERY_FORMATS, RowsFormat
 from narrowkv.sparse_fp8.latent import MOST_QUERIES
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 

@@ -10,17 +10,15 @@ import triton
 import triton.language as tl
 
 from narrowkv.runtime.attention.softmax import headroom, softmax_step
-from narrowkv.runtime.attention.xcds import program_on_its_xcd
+from narrowkv.sparse_fp8.kernels.prologue import heads_of_program, rows_of_program
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
-    places_of_split,
     row_factor,
     store_columns,
     store_lse,
     store_state,
 )
 from narrowkv.sparse_fp8.kernels.rows import (
-    RowPointers,
     as_fp8,
     first_unseen,
     load_columns,
@@ -29,7 +27,6 @@ from narrowkv.sparse_fp8.kernels.rows import (
     locate,
     names_a_row,
     row_numbers,
-    rows_of_token,
     seen_keys,
     widen_columns,
     widen_rope,
@@ -152,11 +149,12 @@ def _attend_tile(
 
 @triton.jit
 def _attend_fused(
-    q, q_scales, acc, m, l, qk_scale, rows, lists, begin, end, unseen, WIDTH: tl.constexpr,
+    q, q_scales, acc, m, l, qk_scale, source, unseen, WIDTH: tl.constexpr,
     STORED: tl.constexpr, HEAD_DIM: tl.constexpr, FP8_QK: tl.constexpr, GUARD: tl.constexpr,
     BLOCK_K: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows at places [begin, end) of the lists into the softmax state; acc is 512 // WIDTH tiles."""
+    """The rows of a source, see `rows_of_program`, into the softmax state; acc is 512 // WIDTH tiles."""
+    rows, lists, begin, end = source
     descale = 1.0
     if STORED.SCALE == "tensor":
         descale = tl.load(rows.scale).to(tl.float32, bitcast=True)
@@ -195,10 +193,8 @@ def _sparse_fused_kernel(
 
     Grid: tokens times blocks of heads, splits. QUERY, PREFIX, EXTEND: `Stored`, or None for no source.
     """
-    HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + TILES.BLOCK_H - 1) // TILES.BLOCK_H
-    number = program_on_its_xcd(tl.program_id(0), tl.num_programs(0), CALL.ORDER)
-    token = number // HEAD_BLOCKS
-    heads = (number % HEAD_BLOCKS) * TILES.BLOCK_H + tl.arange(0, TILES.BLOCK_H)
+    token, first_head = heads_of_program(CALL, TILES.BLOCK_H)
+    heads = first_head + tl.arange(0, TILES.BLOCK_H)
     mask = heads < CALL.NUM_HEADS
     if CALL.INT64_HEADS:
         heads = heads.to(tl.int64)
@@ -212,36 +208,20 @@ def _sparse_fused_kernel(
     acc = ()
     for _ in tl.static_range(512 // TILES.WIDTH):
         acc = acc + (tl.zeros([TILES.BLOCK_H, TILES.WIDTH], tl.float32),)
-    prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
-    if PREFIX is not None:
-        prefix = RowPointers(
-            prefix.nope, prefix.rope, prefix.scale, prefix.stride_n, prefix.stride_r, prefix.stride_s,
-            prefix.stride_h, prefix_rows,
-        )  # fmt: skip
-        prefix_csr, prefix_begin, prefix_end = rows_of_token(
-            prefix_csr, prefix_nnz, prefix_rows, token, num_tokens, CALL.PAGES
-        )
-    if EXTEND is not None:
-        extend = RowPointers(
-            extend.nope, extend.rope, extend.scale, extend.stride_n, extend.stride_r, extend.stride_s,
-            extend.stride_h, extend_rows,
-        )  # fmt: skip
-        extend_csr, extend_begin, extend_end = rows_of_token(
-            extend_csr, extend_nnz, extend_rows, token, num_tokens, None
-        )
-    unseen = first_unseen(heads, prefix_end, CALL.PAGES)
-    if CALL.SPLIT:
-        prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
-            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, TILES.BLOCK_K
-        )
+    prefix, extend, length = rows_of_program(
+        prefix, prefix_csr, extend, extend_csr, token, split, num_tokens, num_splits,
+        prefix_rows, prefix_nnz, extend_rows, extend_nnz,
+        PREFIX, EXTEND, CALL.SPLIT, CALL.PAGES, TILES.BLOCK_K,
+    )  # fmt: skip
+    unseen = first_unseen(heads, length, CALL.PAGES)
     if PREFIX is not None:
         acc, m, l = _attend_fused(
-            q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, unseen,
+            q_tiles, q_scales, acc, m, l, qk_scale, prefix, unseen,
             TILES.WIDTH, PREFIX, CALL.HEAD_DIM, FP8_QK, TILES.GUARD, TILES.BLOCK_K, CALL.PAGES,
         )  # fmt: skip
     if EXTEND is not None:
         acc, m, l = _attend_fused(
-            q_tiles, q_scales, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, unseen,
+            q_tiles, q_scales, acc, m, l, qk_scale, extend, unseen,
             TILES.WIDTH, EXTEND, CALL.HEAD_DIM, FP8_QK, TILES.GUARD, TILES.BLOCK_K, None,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS

@@ -102,24 +102,6 @@ def store_state(partials, m, l, slot, heads, mask):
     tl.store(partials.l + slot + heads, l, mask=mask)
 
 
-@triton.jit
-def places_of_split(
-    prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """The places in each of two lists that one split attends to: its share of the tiles of both."""
-    prefix_count, extend_count = prefix_end - prefix_begin, extend_end - extend_begin
-    prefix_tiles = tl.cdiv(prefix_count, BLOCK_K)
-    tiles = prefix_tiles + tl.cdiv(extend_count, BLOCK_K)
-    begin = (split * tiles) // num_splits
-    end = ((split + 1) * tiles) // num_splits
-    return (
-        prefix_begin + tl.minimum(begin, prefix_tiles) * BLOCK_K,
-        prefix_begin + tl.minimum(tl.minimum(end, prefix_tiles) * BLOCK_K, prefix_count),
-        extend_begin + tl.maximum(begin - prefix_tiles, 0) * BLOCK_K,
-        extend_begin + tl.minimum(tl.maximum(end - prefix_tiles, 0) * BLOCK_K, extend_count),
-    )
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_splits"])
 def _merge_sparse_kernel(out, partials, num_tokens, num_splits, CALL: tl.constexpr, BLOCK_S: tl.constexpr):
     """One (token, head) a program, over all splits; a split that had no keys has m = -inf."""

@@ -116,7 +116,12 @@ class StoredRows(NamedTuple):
     SCALE_STRIDE_IN_ROW: Any = 1
 
 
-# Sizes are arguments of their own, so that no kernel is compiled for them; kernels put them into the structs.
+@triton.jit
+def bounded(rows, num_rows):
+    """Rows and their number, which is an argument of its own, so that no kernel is compiled for it."""
+    return RowPointers(
+        rows.nope, rows.rope, rows.scale, rows.stride_n, rows.stride_r, rows.stride_s, rows.stride_h, num_rows
+    )
 
 
 @triton.jit

@@ -7,22 +7,19 @@ import triton
 import triton.language as tl
 
 from narrowkv.runtime.attention.softmax import headroom, softmax_step
-from narrowkv.runtime.attention.xcds import program_on_its_xcd
+from narrowkv.sparse_fp8.kernels.prologue import heads_of_program, rows_of_program
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
-    places_of_split,
     row_factor,
     store_columns,
     store_lse,
     store_state,
 )
 from narrowkv.sparse_fp8.kernels.rows import (
-    RowPointers,
     first_unseen,
     load_indices,
     names_a_row,
     row_numbers,
-    rows_of_token,
     seen_keys,
 )
 
@@ -58,11 +55,12 @@ def _attend_tile(
 
 @triton.jit
 def _attend_16bit_rows(
-    q, q_rope, acc, m, l, qk_scale, rows, lists, begin, end, unseen,
+    q, q_rope, acc, m, l, qk_scale, source, unseen,
     INT64_OFFSETS: tl.constexpr, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows at places [begin, end) of the lists into the softmax state."""
+    """The rows of a source, see `rows_of_program`, into the softmax state."""
+    rows, lists, begin, end = source
     d = tl.arange(0, 512)
     k_range = tl.arange(0, BLOCK_K)
     loaded = load_indices(lists, begin, k_range, end, PAGES)
@@ -107,10 +105,8 @@ def _sparse_16bit_kernel(
 
     Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source.
     """
-    HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + TILES.BLOCK_H - 1) // TILES.BLOCK_H
-    number = program_on_its_xcd(tl.program_id(0), tl.num_programs(0), CALL.ORDER)
-    token = number // HEAD_BLOCKS
-    heads = (number % HEAD_BLOCKS) * TILES.BLOCK_H + tl.arange(0, TILES.BLOCK_H)
+    token, first_head = heads_of_program(CALL, TILES.BLOCK_H)
+    heads = first_head + tl.arange(0, TILES.BLOCK_H)
     mask = heads < CALL.NUM_HEADS
     if CALL.INT64_HEADS:
         heads = heads.to(tl.int64)
@@ -126,36 +122,20 @@ def _sparse_16bit_kernel(
     m = tl.full([TILES.BLOCK_H], float("-inf"), tl.float32)
     l = tl.zeros([TILES.BLOCK_H], tl.float32)
     acc = tl.zeros([TILES.BLOCK_H, 512], tl.float32)
-    prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
-    if PREFIX is not None:
-        prefix = RowPointers(
-            prefix.nope, prefix.rope, prefix.scale, prefix.stride_n, prefix.stride_r, prefix.stride_s,
-            prefix.stride_h, prefix_rows,
-        )  # fmt: skip
-        prefix_csr, prefix_begin, prefix_end = rows_of_token(
-            prefix_csr, prefix_nnz, prefix_rows, token, num_tokens, CALL.PAGES
-        )
-    if EXTEND is not None:
-        extend = RowPointers(
-            extend.nope, extend.rope, extend.scale, extend.stride_n, extend.stride_r, extend.stride_s,
-            extend.stride_h, extend_rows,
-        )  # fmt: skip
-        extend_csr, extend_begin, extend_end = rows_of_token(
-            extend_csr, extend_nnz, extend_rows, token, num_tokens, None
-        )
-    unseen = first_unseen(heads, prefix_end, CALL.PAGES)
-    if CALL.SPLIT:
-        prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
-            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, TILES.BLOCK_K
-        )
+    prefix, extend, length = rows_of_program(
+        prefix, prefix_csr, extend, extend_csr, token, split, num_tokens, num_splits,
+        prefix_rows, prefix_nnz, extend_rows, extend_nnz,
+        PREFIX, EXTEND, CALL.SPLIT, CALL.PAGES, TILES.BLOCK_K,
+    )  # fmt: skip
+    unseen = first_unseen(heads, length, CALL.PAGES)
     if PREFIX is not None:
         acc, m, l = _attend_16bit_rows(
-            q_tile, q_rope, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, unseen,
+            q_tile, q_rope, acc, m, l, qk_scale, prefix, unseen,
             PREFIX.INT64_OFFSETS, CALL.HEAD_DIM, TILES.GUARD, TILES.BLOCK_K, CALL.PAGES,
         )  # fmt: skip
     if EXTEND is not None:
         acc, m, l = _attend_16bit_rows(
-            q_tile, q_rope, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, unseen,
+            q_tile, q_rope, acc, m, l, qk_scale, extend, unseen,
             EXTEND.INT64_OFFSETS, CALL.HEAD_DIM, TILES.GUARD, TILES.BLOCK_K, None,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS

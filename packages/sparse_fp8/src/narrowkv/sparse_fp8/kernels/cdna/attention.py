@@ -13,26 +13,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3, cdna4
 
 from narrowkv.quant.device import e8m0_to_fp32, widen
-from narrowkv.runtime.attention import xcds
 from narrowkv.runtime.attention.softmax import headroom, natural_lse, output_factor, softmax_step
 from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8.config import SparseConfig
-from narrowkv.sparse_fp8.kernels.results import SIZES, SparseSpec, places_of_split
-from narrowkv.sparse_fp8.kernels.rows import (
-    Csr,
-    RowPointers,
-    as_fp8,
-    as_row_number,
-    locate,
-    names_a_row,
-    token_span,
-)
+from narrowkv.sparse_fp8.kernels.prologue import heads_of_program, rows_of_program
+from narrowkv.sparse_fp8.kernels.results import SIZES, SparseSpec
+from narrowkv.sparse_fp8.kernels.rows import as_fp8, as_row_number, locate, names_a_row
 
 async_copy = cdna4.async_copy
 _widen = in_gluon(widen)
-program_on_its_xcd = in_gluon(xcds.program_on_its_xcd)
+_heads_of_program = in_gluon(heads_of_program)
 
 
 class CdnaSparseSpec(NamedTuple):
@@ -213,9 +205,10 @@ def _columns(CALL: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    q, acc, m, l, qk_scale, rows, csr, begin, end, tiles, STORED: gl.constexpr, CALL: gl.constexpr,
+    q, acc, m, l, qk_scale, source, tiles, STORED: gl.constexpr, CALL: gl.constexpr
 ):  # fmt: skip
-    """Rows at places [begin, end) of the index list into the softmax state; `tiles` holds STAGES tiles."""
+    """The rows of a source, see `rows_of_program`, into the softmax state; `tiles` holds STAGES tiles."""
+    rows, csr, begin, end = source
     k_layout: gl.constexpr = gl.DotOperandLayout(1, CALL.SCORES, 8)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, CALL.SUMS, 4)
     v_layout: gl.constexpr = gl.DotOperandLayout(1, CALL.SUMS, 4)
@@ -281,10 +274,7 @@ def _sparse_cdna_kernel(
 
     Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source.
     """
-    HEAD_BLOCKS: gl.constexpr = (CALL.NUM_HEADS + CALL.BLOCK_H - 1) // CALL.BLOCK_H
-    number = program_on_its_xcd(gl.program_id(0), gl.num_programs(0), CALL.ORDER)
-    token = number // HEAD_BLOCKS
-    first_head = (number % HEAD_BLOCKS) * CALL.BLOCK_H
+    token, first_head = _heads_of_program(CALL, CALL.BLOCK_H)
     split = gl.program_id(1)
     token_64 = token.to(gl.int64)
     heads = first_head + gl.arange(0, CALL.BLOCK_H, gl.SliceLayout(1, CALL.QUERY))
@@ -300,35 +290,15 @@ def _sparse_cdna_kernel(
         l = gl.full([CALL.BLOCK_H], 0.0, gl.float32, gl.SliceLayout(1, CALL.SCORES))
     acc = gl.full([CALL.BLOCK_H, 512], 0.0, gl.float32, CALL.SUMS)
     tiles = gl.allocate_shared_memory(q.nope.dtype.element_ty, [CALL.STAGES, CALL.BLOCK_K, 512], CALL.TILE)
-    prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
+    prefix, extend, _ = rows_of_program(
+        prefix, prefix_csr, extend, extend_csr, token, split, num_tokens, num_splits,
+        prefix_rows, prefix_nnz, extend_rows, extend_nnz,
+        PREFIX, EXTEND, CALL.SPLIT, None, CALL.BLOCK_K,
+    )  # fmt: skip
     if PREFIX is not None:
-        prefix = RowPointers(
-            prefix.nope, prefix.rope, prefix.scale, prefix.stride_n, prefix.stride_r, prefix.stride_s,
-            prefix.stride_h, prefix_rows,
-        )  # fmt: skip
-        prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
-        prefix_begin, prefix_end = token_span(prefix_csr, token)
+        acc, m, l = _attend(q_tile, acc, m, l, qk_scale, prefix, tiles, PREFIX, CALL)
     if EXTEND is not None:
-        extend = RowPointers(
-            extend.nope, extend.rope, extend.scale, extend.stride_n, extend.stride_r, extend.stride_s,
-            extend.stride_h, extend_rows,
-        )  # fmt: skip
-        extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
-        extend_begin, extend_end = token_span(extend_csr, token)
-    if CALL.SPLIT:
-        prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
-            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, CALL.BLOCK_K
-        )
-    if PREFIX is not None:
-        acc, m, l = _attend(
-            q_tile, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, tiles,
-            PREFIX, CALL,
-        )  # fmt: skip
-    if EXTEND is not None:
-        acc, m, l = _attend(
-            q_tile, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, tiles,
-            EXTEND, CALL,
-        )  # fmt: skip
+        acc, m, l = _attend(q_tile, acc, m, l, qk_scale, extend, tiles, EXTEND, CALL)
     if CALL.LATE_SUM:
         l = gl.sum(l, 1)
     heads = first_head + gl.arange(0, CALL.BLOCK_H, gl.SliceLayout(1, CALL.SCORES))

@@ -1,0 +1,1 @@
+"""Sparse attention on CDNA3 and CDNA4 in Gluon."""

@@ -1,0 +1,482 @@
+"""Sparse attention on Hopper (sm90) for few heads, in Gluon: both products swapped, so no head is padded.
+
+Up to 32 heads over 16-bit rows, up to 16 over FP8 rows.
+
+wgmma multiplies 64 rows of A at least. With few heads those are rows of the pool, not heads: QK is K Q^T,
+`[64 rows, heads]`, and PV is V^T P, `[512 columns, heads]`, each with a tile in shared memory as A. Such an
+instruction takes 20 cycles, 16 of them to read A, and a warp waits for the products that it issued. So every
+task has its own warps: producer warps gather rows into a ring of tiles and widen FP8; one warpgroup computes
+QK and the softmax; one computes PV of the tile before.
+
+A value that a loop loads for its next pass is not used in the current pass, not even to clamp or unpack it:
+the loads share a scoreboard, and the use of one waits for all. So spans, indices and rows are carried in the
+form in which they were read.
+
+Source of the structure: warp specialisation as in FlashAttention-3 (Shah et al., 2024).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from narrowkv.quant.device import e8m0_to_fp32
+from narrowkv.runtime.attention.softmax import natural_lse, output_factor
+from narrowkv.runtime.launch.gluon import reinterpret
+from narrowkv.sparse_fp8.kernels.hopper.fp8 import _widen, _words
+from narrowkv.sparse_fp8.kernels.hopper.frame import (
+    _arguments,
+    _copy_query,
+    _copy_rows,
+    _load_spans,
+    _locate_rows,
+    _make_writes_visible,
+    _place_item,
+    _select_source,
+    _tile_indices,
+)
+from narrowkv.sparse_fp8.kernels.results import SIZES
+from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD
+
+
+class FewHeadsShared(NamedTuple):
+    """Shared memory and barriers of the kernel for few heads; a tile of the ring has a stage of each.
+
+    As in `WideShared`. tops: maxima of four warps. states: an item's maxima and denominators. full: a tile
+    is there.
+    """
+
+    query: Any
+    tiles: Any
+    bias: Any
+    tops: Any
+    numerators: Any
+    corrections: Any
+    states: Any
+    full: Any
+    scored: Any
+    finished: Any
+    released: Any
+    empty: Any
+
+
+@gluon.jit
+def _spans(args, number, CALL: gl.constexpr):
+    """The bounds in indptr of item `number`, or of the last item, in the form in which they are read."""
+    token = (gl.minimum(number, args.num_items - 1) // CALL.HEAD_BLOCKS) % args.num_tokens
+    return _load_spans(args, token, CALL)
+
+
+@gluon.jit
+def _item(args, spans, number, CALL: gl.constexpr):
+    """An item, from its spans; past the last item it is the last one, without rows."""
+    token, head_block, split, tiles, prefix, prefix_end, extend, extend_end, prefix_tiles = _place_item(
+        args, spans, gl.minimum(number, args.num_items - 1), CALL
+    )
+    prefix_end = gl.where(number < args.num_items, prefix_end, prefix)
+    extend_end = gl.where(number < args.num_items, extend_end, extend)
+    return token, head_block, split, tiles, prefix, prefix_end, extend, extend_end, prefix_tiles
+
+
+@gluon.jit
+def _next_tile(args, number, tile, item, spans, r, CALL: gl.constexpr):
+    """The tile after one: its item's number, its own in the item, the item, and the next item's spans.
+
+    Then whether it is of the prefix, and its indices. Scalars are chosen and not branched on: what gathers
+    goes from tile to tile in a single loop, whatever item they belong to.
+    """
+    ends = tile + 1 >= item[3]
+    upcoming = _item(args, spans, number + gl.num_programs(0), CALL)
+    number = gl.where(ends, number + gl.num_programs(0), number)
+    tile = gl.where(ends, 0, tile + 1)
+    chosen = ()
+    for i in gl.static_range(9):
+        chosen = chosen + (gl.where(ends, upcoming[i], item[i]),)
+    spans = _spans(args, number + gl.num_programs(0), CALL)
+    first = tile < chosen[8]
+    return number, tile, chosen, spans, first, _tile_indices(args, chosen, tile, r, CALL)
+
+
+@gluon.jit
+def _first_item(args, CALL: gl.constexpr):
+    """A program's first item, and the spans of its second."""
+    number = gl.program_id(0)
+    item = _item(args, _spans(args, number, CALL), number, CALL)
+    return item, _spans(args, number + gl.num_programs(0), CALL)
+
+
+@gluon.jit
+def _gather_wide_warps(
+    args, shared, FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr
+):  # fmt: skip
+    """Copies some rows of each 16-bit tile into the ring; only the warps that multiply wait for this."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    r = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, COPY))
+    number, tile = gl.program_id(0), 0
+    item, spans = _first_item(args, CALL)
+    first = item[8] > 0
+    index = _tile_indices(args, item, tile, r, CALL)
+    count = 0
+    while number < args.num_items:
+        live, at, _, _ = _locate_rows(args, first, index, CALL)
+        base = _select_source(first, args.prefix.nope, args.extend.nope, CALL)
+        number, tile, item, spans, first, index = _next_tile(args, number, tile, item, spans, r, CALL)
+        stage = count % CALL.STAGES
+        mbarrier.wait(shared.empty.index(stage), (count // CALL.STAGES & 1) ^ 1)
+        shared.bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
+        _copy_rows(shared.tiles.index(stage).slice(FIRST_ROW, NUM_ROWS), base, at, live, COPY)
+        # Counts the copies under way; the phase ends when they have, and this thread with the bias.
+        async_copy.mbarrier_arrive(shared.full.index(stage))
+        gl.barrier()
+        mbarrier.arrive(shared.full.index(stage), count=1)
+        count += 1
+
+
+@gluon.jit
+def _join_columns(a, b):
+    """Two blocks of columns as one."""
+    columns = gl.permute(gl.join(a, b), (0, 2, 1))
+    return gl.reshape(columns, [a.shape[0], 2 * a.shape[1]])
+
+
+@gluon.jit
+def _load_words(base, at, live, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """16 int32 words of rows of bytes from word FIRST on."""
+    d = FIRST + gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
+    words = gl.multiple_of(_words(base) + ((at // 4)[:, None] + d[None, :]), [16, 16])  # see `_copy_rows`
+    return gl.load(words, mask=live[:, None], other=0)
+
+
+@gluon.jit
+def _load_scales(base, at, live, STORED: gl.constexpr):
+    """Scales of rows' tiles of 64 columns, in words: a tuple, see `_scale`."""
+    scales = ()
+    if STORED.SCALE == "e8m0":
+        words = _words(base)
+        BYTES: gl.constexpr = STORED.COLUMNS // STORED.GROUP * STORED.STEP
+        for i in gl.static_range((BYTES + 3) // 4):
+            scales = scales + (gl.load(words + (at // 4 + i), mask=live, other=0x7F7F7F7F),)
+    else:
+        for t in gl.static_range(7):
+            scales = scales + (gl.load(base + (at + t), mask=live, other=ONE_AS_WORD),)
+    return scales
+
+
+@gluon.jit
+def _scale(scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr):
+    """The scales of a tile of 64 columns: bf16 `[rows, 1]`, or `[rows, 16]`, one for each word of values."""
+    BYTE: gl.constexpr = TILE * 64 // STORED.GROUP * STORED.STEP
+    if STORED.SCALE != "e8m0":
+        scale = scales[TILE].to(gl.float32, bitcast=True)[:, None]
+    elif STORED.GROUP == 64:
+        scale = e8m0_to_fp32(scales[BYTE // 4] >> (BYTE % 4 * 8) & 0xFF)[:, None]
+    else:
+        # Bit 3 of a word's number is the same in all words of a thread.
+        second = (gl.arange(0, 16, gl.SliceLayout(0, WORDS)) & 8) != 0
+        pair = scales[BYTE // 4] >> (BYTE % 4 * 8)
+        byte = gl.where(second[None, :], (pair >> 8)[:, None], pair[:, None]) & 0xFF
+        scale = e8m0_to_fp32(byte)
+    return scale.to(gl.bfloat16)
+
+
+@gluon.jit
+def _load_rows(args, first, index, WORDS: gl.constexpr, CALL: gl.constexpr):
+    """FP8 rows as stored: tiles of 64 columns, scales, addresses of RoPE, and which indices name a row."""
+    STORED: gl.constexpr = CALL.PREFIX
+    live, nope_at, rope_at, scale_at = _locate_rows(args, first, index, CALL)
+    nope = _select_source(first, args.prefix.nope, args.extend.nope, CALL)
+    narrow = ()
+    for t in gl.static_range(STORED.COLUMNS // 64):
+        narrow = narrow + (_load_words(nope, nope_at, live, 16 * t, WORDS),)
+    base = _select_source(first, args.prefix.scale, args.extend.scale, CALL)
+    return narrow, _load_scales(base, scale_at, live, STORED), rope_at, live
+
+
+@gluon.jit
+def _gather_fp8_warps(
+    args, shared, FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr
+):  # fmt: skip
+    """Widens some rows of each tile from FP8 to bf16 into the ring, while the next tile's rows are loaded."""
+    STORED: gl.constexpr = CALL.PREFIX
+    # A thread has 16 adjacent columns: its stores of 16 bytes have no bank conflicts.
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, ROPE)
+    r = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, WORDS))
+    number, tile = gl.program_id(0), 0
+    item, spans = _first_item(args, CALL)
+    first = item[8] > 0
+    index = _tile_indices(args, item, tile, r, CALL)
+    narrow, scales, rope_at, live = _load_rows(args, first, index, WORDS, CALL)
+    rope = _select_source(first, args.prefix.rope, args.extend.rope, CALL)
+    loaded = number
+    number, tile, item, spans, first, index = _next_tile(args, number, tile, item, spans, r, CALL)
+    count = 0
+    while loaded < args.num_items:
+        next_narrow, next_scales, next_rope_at, next_live = _load_rows(args, first, index, WORDS, CALL)
+        next_rope = _select_source(first, args.prefix.rope, args.extend.rope, CALL)
+        loaded = number
+        number, tile, item, spans, first, index = _next_tile(args, number, tile, item, spans, r, CALL)
+        stage = count % CALL.STAGES
+        mbarrier.wait(shared.empty.index(stage), (count // CALL.STAGES & 1) ^ 1)
+        shared.bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
+        if STORED.ROPE != "":
+            _copy_rows(
+                shared.tiles.index(stage).slice(FIRST_ROW, NUM_ROWS).slice(448, 64, dim=1), rope,
+                gl.convert_layout(rope_at, ROW), gl.convert_layout(live, ROW), ROPE,
+            )  # fmt: skip
+            async_copy.mbarrier_arrive(shared.full.index(stage))
+        words = reinterpret(
+            shared.tiles.index(stage), gl.int32, [CALL.BLOCK_K, 256], gl.NVMMASharedLayout(128, 32)
+        )
+        target = words.slice(FIRST_ROW, NUM_ROWS)
+        pairs = ()
+        for t in gl.static_range(STORED.COLUMNS // 128):
+            pairs = pairs + (
+                _join_columns(
+                    _widen(narrow[2 * t], _scale(scales, 2 * t, STORED, WORDS)),
+                    _widen(narrow[2 * t + 1], _scale(scales, 2 * t + 1, STORED, WORDS)),
+                ),
+            )
+        target.slice(0, 128, dim=1).store(_join_columns(pairs[0], pairs[1]))
+        if STORED.COLUMNS == 512:
+            target.slice(128, 128, dim=1).store(_join_columns(pairs[2], pairs[3]))
+        else:
+            target.slice(128, 64, dim=1).store(pairs[2])
+            target.slice(192, 32, dim=1).store(_widen(narrow[6], _scale(scales, 6, STORED, WORDS)))
+        # No fence here: it would wait for the loads. The warps that multiply have one.
+        gl.barrier()
+        mbarrier.arrive(shared.full.index(stage), count=1)
+        narrow, scales, rope_at, rope, live = next_narrow, next_scales, next_rope_at, next_rope, next_live
+        count += 1
+
+
+@gluon.jit
+def _gather_warps(
+    args, shared, FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr
+):  # fmt: skip
+    """Fills some rows of each tile of the ring, from 16-bit rows or from FP8 rows."""
+    if CALL.PREFIX.VALUES == "":
+        _gather_wide_warps(args, shared, FIRST_ROW, NUM_ROWS, CALL)
+    else:
+        _gather_fp8_warps(args, shared, FIRST_ROW, NUM_ROWS, CALL)
+
+
+@gluon.jit
+def _column_maxima(s, tops):
+    """The maxima of s `[rows, heads]` over all rows: within each of four warps, then through `tops` once.
+
+    A plain reduction would hand the result round through shared memory a second time.
+    """
+    HEADS: gl.constexpr = s.shape[1]
+    WIDTH: gl.constexpr = [[0, 1], [0, 8]] if HEADS == 16 else [[0, 1], [0, 8], [0, 16]]
+    # Every thread has the four warps' maxima of the heads that it has scores of.
+    ALL: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0]] + WIDTH, [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, HEADS]
+    )
+    tops.store(gl.max(gl.reshape(s, [4, s.shape[0] // 4, HEADS]), 1))
+    gl.barrier()
+    return gl.convert_layout(gl.max(tops.load(ALL), 0), gl.SliceLayout(0, s.type.layout))
+
+
+@gluon.jit
+def _softmax_columns(
+    s, m, parts, tops, numerators, corrections, CALL: gl.constexpr
+):  # fmt: skip
+    """Stores a tile's numerators and the correction factors of earlier sums in shared memory; the new state.
+
+    `parts` are the denominators before they are summed over the rows of a tile. The reference of a
+    head follows a tile as in the kernel for more heads.
+    """
+    top = _column_maxima(s, tops)
+    m_new = gl.where(top > m + CALL.SLACK, top + CALL.HEADROOM, m)
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s - m_safe[None, :])
+    correction = gl.exp2(m - m_safe)
+    numerators.store(p.to(numerators.dtype))
+    corrections.store(correction)
+    return m_new, parts * correction[None, :] + p
+
+
+@gluon.jit
+def _score_warps(args, shared, CALL: gl.constexpr):
+    """QK and the softmax."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CALL.BLOCK_H, 16])
+    zeros = gl.full([CALL.BLOCK_K, CALL.BLOCK_H], 0.0, gl.float32, SCORES)
+    count, turn = 0, 0
+    item, spans = _first_item(args, CALL)
+    _copy_query(shared.query, args.q, item, 0, CALL)
+    async_copy.commit_group()
+    for number in range(gl.program_id(0), args.num_items, gl.num_programs(0)):
+        # Not a range: Triton 3.6 dropped a number that an outer range carries if it only bounds an inner one.
+        last = count + item[3]
+        following = number + gl.num_programs(0)
+        item = _item(args, spans, following, CALL)
+        spans = _spans(args, following + gl.num_programs(0), CALL)
+        m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, SCORES))
+        parts = zeros
+        async_copy.wait_group(0)
+        _make_writes_visible()
+        while count < last:
+            stage = count % CALL.STAGES
+            mbarrier.wait(shared.full.index(stage), count // CALL.STAGES & 1)
+            # Also for the warps that wrote the rows: their own fence would wait for their outstanding loads.
+            fence_async_shared()
+            s = warpgroup_mma(
+                shared.tiles.index(stage), shared.query.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            masked = shared.bias.index(stage).load(gl.SliceLayout(1, SCORES))
+            s = warpgroup_mma_wait(0, deps=[s])
+            m, parts = _softmax_columns(
+                s * args.qk_scale + masked[:, None], m, parts,
+                shared.tops, shared.numerators.index(stage), shared.corrections.index(stage), CALL,
+            )  # fmt: skip
+            _make_writes_visible()
+            mbarrier.arrive(shared.scored.index(stage), count=1)
+            count += 1
+        # All of these warps have read the last scores: the next item's Q may be copied.
+        _copy_query(shared.query, args.q, item, 0, CALL)
+        async_copy.commit_group()
+        l = gl.sum(parts, 0)
+        mbarrier.wait(shared.released, (turn & 1) ^ 1)
+        shared.states.index(0).store(m)
+        shared.states.index(1).store(l)
+        gl.barrier()
+        mbarrier.arrive(shared.finished, count=1)
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _store_item(acc, m, l, args, item, CALL: gl.constexpr):
+    """An item's results, or a split's partial results, from the sums `[512, heads]` and the softmax state."""
+    token, head_block, split = item[0], item[1], item[2]
+    out, partials = args.out, args.partials
+    # A warp keeps its columns of `acc`; a thread gets 8 adjacent ones by exchanges within the warp.
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [gl.num_warps(), 1], [0, 1])
+    d = gl.arange(0, 512, gl.SliceLayout(1, OUT))
+    columns = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, OUT))
+    stored = (columns < CALL.NUM_HEADS)[None, :]
+    heads = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], m.type.layout)
+    mask = heads < CALL.NUM_HEADS
+    if CALL.SPLIT:
+        slot = (split.to(gl.int64) * args.num_tokens + token) * CALL.NUM_HEADS
+        gl.store(partials.m + slot + heads, m, mask=mask)
+        gl.store(partials.l + slot + heads, l, mask=mask)
+        places = partials.acc + ((slot + columns)[None, :] * 512 + d[:, None])
+        gl.store(places, gl.convert_layout(acc, OUT), mask=stored)
+    else:
+        if CALL.HAS_SINK:
+            sink = gl.load(out.sink + heads, mask=mask, other=float("-inf"))
+        else:
+            sink = gl.full([m.shape[0]], float("-inf"), gl.float32, m.type.layout)
+        if CALL.WRITE_LSE:
+            gl.store(
+                out.lse + token.to(gl.int64) * out.stride_lt + heads * out.stride_lh,
+                natural_lse(m, l),
+                mask=mask,
+            )
+        result = (acc * output_factor(m, l, sink)[None, :]).to(out.o.dtype.element_ty)
+        places = out.o + token.to(gl.int64) * out.stride_t + (columns[None, :] * out.stride_h + d[:, None])
+        gl.store(places, gl.convert_layout(result, OUT), mask=stored)
+
+
+@gluon.jit
+def _sum_warps(args, shared, CALL: gl.constexpr):
+    """PV: sums the tiles' rows by their numerators, and stores the results."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CALL.BLOCK_H, 16])
+    HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
+    count, turn = 0, 0
+    upcoming, spans = _first_item(args, CALL)
+    for number in range(gl.program_id(0), args.num_items, gl.num_programs(0)):
+        item = upcoming
+        # Not a range, as in `_score_warps`.
+        last = count + item[3]
+        following = number + gl.num_programs(0)
+        upcoming = _item(args, spans, following, CALL)
+        spans = _spans(args, following + gl.num_programs(0), CALL)
+        acc = gl.full([512, CALL.BLOCK_H], 0.0, gl.float32, SUMS)
+        while count < last:
+            stage = count % CALL.STAGES
+            mbarrier.wait(shared.scored.index(stage), count // CALL.STAGES & 1)
+            correction = shared.corrections.index(stage).load(HEAD)
+            if gl.min(correction, 0) < 1.0:
+                acc = acc * correction[None, :]
+            acc = warpgroup_mma(
+                shared.tiles.index(stage).permute((1, 0)), shared.numerators.index(stage), acc, is_async=True
+            )
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            gl.barrier()
+            mbarrier.arrive(shared.empty.index(stage), count=1)
+            count += 1
+        mbarrier.wait(shared.finished, turn & 1)
+        m = shared.states.index(0).load(HEAD)
+        l = shared.states.index(1).load(HEAD)
+        gl.barrier()
+        mbarrier.arrive(shared.released, count=1)
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
+        _store_item(acc, m, l, args, item, CALL)
+
+
+@gluon.jit(do_not_specialize=[*SIZES, "num_items"])
+def _sparse_few_heads_kernel(
+    q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale, num_tokens, num_splits,
+    num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
+):  # fmt: skip
+    """One program a multiprocessor; each works through items in steps of the grid."""
+    args = _arguments(
+        q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale, num_tokens, num_splits, num_items,
+        prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL,
+    )  # fmt: skip
+    DTYPE: gl.constexpr = q.nope.dtype.element_ty
+    # Two groups of warps gather half of each tile's rows each, independently. Widening FP8 takes twice as
+    # many warps. PV gets the registers that the other warps leave.
+    GATHER_WARPS: gl.constexpr = 2 if CALL.PREFIX.VALUES == "" else 4
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    query = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 512], SWIZZLED)
+    tiles = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 512], SWIZZLED)
+    numerators = gl.allocate_shared_memory(
+        DTYPE,
+        [CALL.STAGES, CALL.BLOCK_K, CALL.BLOCK_H],
+        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_K, CALL.BLOCK_H], DTYPE),
+    )
+    bias = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_K], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_H], LINE)
+    states = gl.allocate_shared_memory(gl.float32, [2, CALL.BLOCK_H], LINE)
+    tops = gl.allocate_shared_memory(gl.float32, [4, CALL.BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    # For each tile of the ring: it is there; its numerators are; it has been summed and may be overwritten.
+    full = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    # For the softmax state of an item: it is there; it has been read.
+    finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CALL.STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(scored.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(finished, count=1)
+    mbarrier.init(released, count=1)
+    fence_async_shared()
+    shared = FewHeadsShared(
+        query, tiles, bias, tops, numerators, corrections, states, full, scored, finished, released, empty
+    )
+    HALF: gl.constexpr = CALL.BLOCK_K // 2
+    gl.warp_specialize(
+        [
+            (_sum_warps, (args, shared, CALL)),
+            (_score_warps, (args, shared, CALL)),
+            (_gather_warps, (args, shared, 0, HALF, CALL)),
+            (_gather_warps, (args, shared, HALF, HALF, CALL)),
+        ],
+        [4, GATHER_WARPS, GATHER_WARPS],
+        [CALL.SCORE_REGISTERS, CALL.GATHER_REGISTERS, CALL.GATHER_REGISTERS],
+    )
