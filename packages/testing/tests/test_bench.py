@@ -17,14 +17,13 @@ from narrowkv.cdna_emulator.timing import MACHINES
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
-from narrowkv.testing.bench.baseline import KEYS, changes, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
+from narrowkv.testing.bench.comparison import KEYS, changes, regressions
 from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes, checker, decode_sizes
 from narrowkv.testing.bench.indexer import IndexerBench, IndexerSizes
 from narrowkv.testing.bench.kernels import _read_kernel
 from narrowkv.testing.bench.large_cache import LargeCache
-from narrowkv.testing.bench.measure import Bench, Call, Row, measure, time_checked
-from narrowkv.testing.bench.modelled import model_row
+from narrowkv.testing.bench.measure import Bench, Call, Row, measure, model_row, time_checked
 from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes, prefill_sizes
 from narrowkv.testing.bench.sage import SageBench, SageSizes
 from narrowkv.testing.bench.sparse import SparseBench, SparseSizes

@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from narrowkv.testing import samples
+from narrowkv.testing import operations
 from narrowkv.testing.contracts import Contract
-from narrowkv.testing.operations import contract_sets
-from narrowkv.testing.operations.decode import FUNCTION as DECODE
-from narrowkv.testing.operations.prefill import PREFILL
-from narrowkv.testing.operations.sparse import DECODE as SPARSE_DECODE
-from narrowkv.testing.operations.sparse import PREFILL_FP8 as SPARSE_FP8
+from narrowkv.testing.operations import BATCH_PREFILL as PREFILL
+from narrowkv.testing.operations import PAGED_DECODE as DECODE
+from narrowkv.testing.operations import SPARSE_DECODE, contract_sets, sample
+from narrowkv.testing.operations import SPARSE_PREFILL_FP8 as SPARSE_FP8
 from narrowkv.testing.probing import PASS, Task, run_task
-from narrowkv.testing.samples import sample
 from narrowkv.testing.workgroups import SampledLaunch
 
 SPARSE = contract_sets()["dsv4-sparse"]
@@ -89,4 +87,5 @@ def test_samples_of_a_split_sparse_call_fit_together() -> None:
     rows = list(sample(SampledLaunch("_merge_sparse_kernel", (96, 1, 1), {})))
     assert rows[0] == (88, 0, 0)
     assert rows[-1] == (95, 0, 0)
-    assert {"_sparse_16bit_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"} <= set(samples.listed())
+    kernels = {"_sparse_16bit_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"}
+    assert kernels <= set(operations.listed())

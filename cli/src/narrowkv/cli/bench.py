@@ -9,17 +9,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
+from narrowkv.cli.running import check_amd_backend, run_all
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.cli.workers import run_all
 from narrowkv.testing.backends import PEERS
-from narrowkv.testing.bench.baseline import changes, load_baseline, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.testing.bench.columns import Columns, Record, ratio_of
+from narrowkv.testing.bench.comparison import changes, load_baseline, regressions
 from narrowkv.testing.bench.host import measure_host
-from narrowkv.testing.bench.measure import Bench, Row
-from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
+from narrowkv.testing.bench.measure import (
+    Bench,
+    Columns,
+    ModelCall,
+    ModelRow,
+    Record,
+    Row,
+    model_row,
+    ratio_of,
+)
 from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
 from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
 from narrowkv.testing.machine import gpus, versions
@@ -110,7 +116,7 @@ def bench_traffic(steps: Sequence[LayerStep], report: Report, *, samples: int, c
     """
     has_gpu = torch.cuda.is_available()
     device = "cuda" if has_gpu else "cpu"
-    peers = {backend.name: backend for backend in PEERS if backend.absent(has_gpu) is None}
+    peers = [peer for peer in PEERS if peer.absent(has_gpu) is None]
     chosen = ChoicesBench(device=device) if choices else TrafficBench(peers, device)
     if has_gpu:
         return bench(chosen, steps, report, samples=samples)

@@ -6,22 +6,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report, own_command
+from narrowkv.cli.running import find_places, run_all
 from narrowkv.cli.sheet import Sheet, keys, numbers
-from narrowkv.cli.workers import run_all
 from narrowkv.testing.machine import versions
-from narrowkv.testing.model_probe import (
+from narrowkv.testing.models import (
     EXACT,
+    MODELS,
+    RANKS,
     REFUSED,
     WRONG,
+    Model,
     ModelAnswer,
     ModelTask,
+    Need,
     all_tasks,
     answer,
     tasks_of,
 )
-from narrowkv.testing.models import MODELS, RANKS, Model, Need
 from narrowkv.testing.places import Place
 
 _ORDER = (EXACT, REFUSED, WRONG)  # from the best to the worst

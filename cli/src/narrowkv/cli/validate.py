@@ -11,10 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from narrowkv.cli.command_line import DecodeByDefault
 from narrowkv.cli.options import Where, jobs
-from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.running import find_places, run_all
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.testing import format_errors
 from narrowkv.testing.cases import Case
@@ -26,8 +25,8 @@ from narrowkv.testing.format_errors import SETS, Errors, ErrorTask, FormatError,
 from narrowkv.testing.machine import versions
 from narrowkv.testing.operation import OperationEntry
 from narrowkv.testing.places import Place, find_place
+from narrowkv.testing.plot import plot_cases, plot_recipes, plot_sage
 from narrowkv.testing.records import jsonable
-from narrowkv.testing.result_plots import plot_cases, plot_recipes, plot_sage
 
 Cases = Sequence[Case] | Callable[[Place], Sequence[Case]]
 _WORST_SHOWN = 5

@@ -15,20 +15,12 @@ from narrowkv.quant.accuracy import ErrorReport, compare, max_abs, relative_l1
 from narrowkv.runtime.launch import executing
 from narrowkv.testing.cases import Case, Inputs, Results
 from narrowkv.testing.emulation import EmulatedLaunch, EmulateExecutor
-from narrowkv.testing.operations import cases_of
+from narrowkv.testing.operations import cases_of, sample
 from narrowkv.testing.places import find_place
-from narrowkv.testing.samples import sample
 
 __all__ = [
-    "CaseResult",
-    "CaseTask",
-    "Sample",
-    "SampleResult",
-    "check",
-    "check_sample",
-    "run_case",
-    "run_task",
-]
+    "CaseResult", "CaseTask", "Sample", "SampleResult", "check", "check_sample", "run_case", "run_task",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -106,14 +106,6 @@ def main_kernel(kernels: Sequence[KernelCode]) -> KernelCode:
 
 
 @dataclass(frozen=True)
-class CodeTask:
-    """A case, and the target to compile it for."""
-
-    target: str
-    case: Case
-
-
-@dataclass(frozen=True)
 class CallCode:
     """One call compiled for one target; `plan` is its configuration in words, where the operation says it."""
 

@@ -18,10 +18,9 @@ from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing.cases import Case
 from narrowkv.testing.codegen import KernelCode, compile_call
 from narrowkv.testing.emulation import EmulatedLaunch, EmulateExecutor
-from narrowkv.testing.operations import cases_of
+from narrowkv.testing.operations import a_few, cases_of
 from narrowkv.testing.records import number
 from narrowkv.testing.roofline import Roofline, roofline
-from narrowkv.testing.samples import a_few
 
 _WORKGROUPS = 8  # emulated for the counts
 

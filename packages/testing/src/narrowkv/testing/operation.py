@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from narrowkv.runtime.targets import Target
     from narrowkv.testing.cases import Case
 
-__all__ = [
-    "BenchEntry", "Cases", "Family", "InspectEntry", "OperationEntry", "ReportLines", "ValidateEntry",
-    "option",
-]  # fmt: skip
+__all__ = ["Cases", "Family", "OperationEntry", "ReportLines", "option"]
 
 
 def option(
@@ -75,7 +72,7 @@ class Cases:
         failed: the result of a case that raised, from its place and message; goes with `check`.
         tile_bytes: of a case's inputs and a target: HBM bytes of a pass of the hot loop by one workgroup, and
             the plan in words.
-        one_shape: the cases of the options of `ValidateEntry.one_shape`, and a seed.
+        one_shape: the cases of the options of `OperationEntry.one_shape`, and a seed.
     """
 
     case: Any
@@ -98,57 +95,6 @@ class Cases:
             f"{bound:g}" if name == "relative_l1" else f"{bound:g} {name}"
             for name, bound in self.bounds.items()
         )
-
-
-@dataclass(frozen=True)
-class ValidateEntry:
-    """`narrowkv validate OPERATION`.
-
-    Attributes:
-        help: of the command.
-        seed: help of --seed; without one there is no such option.
-        one_shape: a dataclass whose fields are options that make the cases, instead of --case; the first of
-            them must be given for the others.
-    """
-
-    help: str
-    seed: str = ""
-    one_shape: Any = None
-
-
-@dataclass(frozen=True)
-class InspectEntry:
-    """`narrowkv inspect OPERATION`.
-
-    Attributes:
-        help: of the command.
-        call: a dataclass whose fields are the options of one call to compile; without it, every shipped
-            configuration is compiled.
-        module: whose function `case_of` makes a case of such options.
-        every_kernel: whether a table of shipped configurations shows all kernels of a call; otherwise the
-            attention kernel, and others with a fault.
-    """
-
-    help: str
-    call: Any = None
-    module: str = ""
-    every_kernel: bool = False
-
-
-@dataclass(frozen=True)
-class BenchEntry:
-    """`narrowkv bench OPERATION`.
-
-    Attributes:
-        help: of the command.
-        options: a dataclass whose fields are the options of the rows; one of them is `samples`.
-        module: whose function `make` gives, for such options, the bench, its rows, and settings that rows
-            depend on.
-    """
-
-    help: str
-    options: Any
-    module: str
 
 
 @dataclass(frozen=True)
@@ -182,14 +128,26 @@ class OperationEntry:
         hbm_share: share of the loaded bytes that HBM serves; see `narrowkv.testing.model.ModelExecutor`.
         is_paged: whether it reads a paged cache of K and V.
         has_peers: whether other implementations are asked its contracts.
-        validate, inspect, bench: its commands; None where it has none.
+        validate: help of `narrowkv validate OPERATION`.
+        seed: help of the option --seed of `validate`; without one there is no such option.
+        one_shape: a dataclass whose fields are options of `validate` that make the cases, instead of --case;
+            the first of them must be given for the others.
+        inspect: help of `narrowkv inspect OPERATION`; empty where it has none.
+        inspect_call: a dataclass whose fields are the options of one call to compile; without it, every
+            shipped configuration is compiled.
+        every_kernel: whether a table of shipped configurations shows all kernels of a call; otherwise the
+            attention kernel, and others with a fault.
+        bench: help of `narrowkv bench OPERATION`; empty where it has none.
+        bench_rows: a dataclass whose fields are the options of the rows; one of them is `samples`.
+        bench_module: whose function `make` gives, for `bench_rows`, the bench, its rows, and settings that
+            rows depend on; and `case_of` a case of `inspect_call`.
         report: what `narrowkv report` runs of it.
     """
 
     name: str
     functions: tuple[str, ...]
     module: str
-    validate: ValidateEntry
+    validate: str
     contracts: tuple[ContractSet, ...] = ()
     samples: Mapping[str, Callable[[SampledLaunch], Iterable[Workgroup]]] = field(
         default_factory=dict, hash=False
@@ -197,8 +155,14 @@ class OperationEntry:
     hbm_share: float = 1.0
     is_paged: bool = False
     has_peers: bool = False
-    inspect: InspectEntry | None = None
-    bench: BenchEntry | None = None
+    seed: str = ""
+    one_shape: Any = None
+    inspect: str = ""
+    inspect_call: Any = None
+    every_kernel: bool = False
+    bench: str = ""
+    bench_rows: Any = None
+    bench_module: str = ""
     report: ReportLines = ReportLines()
 
     @property

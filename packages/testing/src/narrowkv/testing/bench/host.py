@@ -20,7 +20,7 @@ import torch
 from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.paged_cache import append
-from narrowkv.runtime.launch import LaunchOptions, RecordExecutor, executing
+from narrowkv.runtime.launch import RecordExecutor, executing
 from narrowkv.runtime.targets import Target, device_target, get_target
 from narrowkv.sage import plan_sage, sage_attention
 from narrowkv.sparse_fp8 import plan_sparse, sparse_decode, sparse_prefill_fp8
@@ -37,14 +37,7 @@ class NullExecutor:
     def __init__(self, target: Target) -> None:
         self.target = target
 
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        constexprs: dict[str, Any],
-        options: LaunchOptions,
-    ) -> None:
+    def launch(self, *launch: Any) -> None:
         """Does nothing on the device."""
 
 

@@ -21,15 +21,13 @@ from narrowkv.attn_prefill import (
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import sdpa
-from narrowkv.testing.bench.columns import Columns, microseconds
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
-from narrowkv.testing.bench.measure import Bench, Call
-from narrowkv.testing.bench.modelled import ModelCall
+from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall, microseconds
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.model import ModelExecutor, Scale
-from narrowkv.testing.operations.prefill import PrefillRows
+from narrowkv.testing.operations import PrefillRows
 
 _CHECKED_TOKENS = 16  # at either end of the chunk
 _TRACED_TOKENS = 512  # of the chunk, by the model

@@ -17,10 +17,9 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.attention.reference import attention_reference
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.testing.backends import PEER_BOUND, Backend, prepare_or_refuse
-from narrowkv.testing.bench.columns import Columns, ratio_of
+from narrowkv.testing.backends import PEER_BOUND, Backend
 from narrowkv.testing.bench.large_cache import LargeCache
-from narrowkv.testing.bench.measure import Bench, Call, Row
+from narrowkv.testing.bench.measure import Bench, Call, Columns, Row, ratio_of
 from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.traffic import LayerStep
 
@@ -188,8 +187,8 @@ class TrafficBench(Bench[LayerStep]):
     seconds = 0.2
     ratio = "ratio_to_peer"
 
-    def __init__(self, peers: Mapping[str, Backend] | None = None, device: str = "cuda") -> None:
-        self._peers = peers or {}
+    def __init__(self, peers: Sequence[Backend] = (), device: str = "cuda") -> None:
+        self._peers = peers
         self._device = device
         self._pool: LargeCache | None = None
 
@@ -235,9 +234,9 @@ class TrafficBench(Bench[LayerStep]):
         inputs = self.inputs(step)
         ours = list(_automatic(inputs))
         yield from ours
-        for name, peer in {} if step.appends else self._peers.items():
-            labels = {"backend": name, "call": "", "choice": ""}
-            prepare = partial(prepare_or_refuse, peer, inputs)
+        for peer in () if step.appends else self._peers:
+            labels = {"backend": peer.name, "call": "", "choice": ""}
+            prepare = partial(peer.prepare, inputs)
             yield replace(ours[0], labels=labels, prepare=prepare, bound=PEER_BOUND, is_peer=True)
 
     def is_baseline(self, row: Row) -> bool:

@@ -23,20 +23,14 @@ from narrowkv.quant.groups import nvfp4_global_descale
 from narrowkv.quant.int_tokens import quantize_tokens_int4, quantize_tokens_int8
 from narrowkv.quant.quantize import quantize_per_group
 from narrowkv.quant.rounding import encode
-from narrowkv.testing.cases import CaseError, named, spell_case, unknown
+from narrowkv.testing.cases import Case, CaseError, named, unknown
 from narrowkv.testing.contracts import Contract, Shape
 from narrowkv.testing.words import CACHE_FORMATS
 
 __all__ = [
-    "DESCALES",
-    "LAYOUTS",
-    "CacheCase",
-    "copy_cache",
-    "differing_bytes",
-    "fields_of_contract",
-    "poison_from",
-    "random_rope",
-]
+    "DESCALES", "LAYOUTS", "CacheCase", "copy_cache", "differing_bytes", "fields_of_contract",
+    "poison_from", "random_rope",
+]  # fmt: skip
 
 DESCALES = ("float", *GRANULARITIES[:-1])
 """Descale granularities of FP8 and 16-bit caches; FP4 has its scales."""
@@ -66,7 +60,7 @@ def _spell_format(value: str | CacheFormat) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheCase:
+class CacheCase(Case):
     """A paged cache with sequences in it.
 
     Attributes:
@@ -101,9 +95,6 @@ class CacheCase:
     spread: float = 0.5
     outliers: bool = named(False, "data", {"gaussian": False, "outlier": True})
     seed: int = 0
-
-    def __str__(self) -> str:
-        return spell_case(self)
 
     @property
     def formats(self) -> CacheFormat:

@@ -15,7 +15,7 @@ from narrowkv.paged_cache import PageTable
 from narrowkv.sparse_fp8.latent import latent_decode, latent_decode_reference
 from narrowkv.sparse_fp8.layouts import LAYOUTS as ROW_LAYOUTS
 from narrowkv.sparse_fp8.rows import DSV4Rows
-from narrowkv.testing.cases import each_alone, named, spell_case
+from narrowkv.testing.cases import Case, Inputs, each_alone, named
 from narrowkv.testing.contracts import BOUND_SPARSE, Contract, Shape
 from narrowkv.testing.operation import Cases
 
@@ -29,7 +29,7 @@ _I32 = torch.int32
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentCase:
+class LatentCase(Case):
     """One call of `latent_decode`.
 
     Attributes:
@@ -81,9 +81,6 @@ class LatentCase:
     def kind(self) -> tuple[str, str]:
         """The query's format, and that of the rows, for tables."""
         return self.query, f"{self.layout}, {self.head_dim} columns"
-
-    def __str__(self) -> str:
-        return spell_case(self)
 
     def build(
         self, device: torch.device | str = "cpu", unread: float = math.nan
@@ -140,7 +137,7 @@ class LatentCase:
 
 
 @dataclass(frozen=True)
-class LatentCall:
+class LatentCall(Inputs):
     """The tensors of a case and how the operation is called with them."""
 
     case: LatentCase
@@ -168,10 +165,6 @@ class LatentCall:
         if isinstance(self.rows, DSV4Rows):
             return float(self.rows.bytes_per_row())
         return float(self.case.head_dim * self.rows.element_size())
-
-    def wrong_bytes(self) -> str:
-        """The operation stores only its outputs."""
-        return ""
 
 
 # Each value alone is one case of the quick sweep; the full one crosses some.

@@ -18,22 +18,15 @@ from narrowkv.runtime.launch import InterpretExecutor, active_target, executing
 from narrowkv.runtime.targets import Target
 from narrowkv.sage.api import plan_sage, sage_attention
 from narrowkv.sage.reference import sage_attention_reference, short_sum_error
-from narrowkv.testing.cases import named, spell_case
+from narrowkv.testing.cases import Case, Inputs, named
 from narrowkv.testing.contracts import BOUND_FP8_P, Contract, Shape
 from narrowkv.testing.operation import Cases
 from narrowkv.testing.words import SAGE_PRECISIONS
 
 __all__ = [
-    "CASES",
-    "SageCall",
-    "SageCase",
-    "SageInputs",
-    "SageResult",
-    "check_sage",
-    "one_shape",
-    "shipped",
+    "CASES", "SageCall", "SageCase", "SageInputs", "SageResult", "check_sage", "one_shape", "shipped",
     "sweep",
-]
+]  # fmt: skip
 
 BOUND = BOUND_FP8_P
 LSE_BOUND = 1e-3
@@ -55,7 +48,7 @@ _SMALL: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SageCase:
+class SageCase(Case):
     """One Sage attention call.
 
     Attributes:
@@ -91,9 +84,6 @@ class SageCase:
 
     bound = BOUND
     lse_bound = LSE_BOUND
-
-    def __str__(self) -> str:
-        return spell_case(self)
 
     @classmethod
     def small(cls, **changes: Any) -> SageCase:
@@ -157,7 +147,7 @@ class SageCase:
 
 
 @dataclass
-class SageCall:
+class SageCall(Inputs):
     """A case's tensors on a device.
 
     `target` is what the last call was made for: its FP8 format is what the reference quantises to.
@@ -208,13 +198,6 @@ class SageCall:
         """How far lse may be off on the target: more where the hardware sums in fewer bits."""
         with nullcontext() if self.target is None else executing(InterpretExecutor(self.target)):
             return LSE_BOUND + short_sum_error(plan_sage(self.q, self.k, **self.options), self.q, self.k)
-
-    def bytes_per_token(self) -> None:
-        """There is no cache."""
-
-    def wrong_bytes(self) -> str:
-        """The operation stores only its outputs."""
-        return ""
 
     def explain(self) -> str:
         """The configuration, in words."""
