@@ -86,7 +86,7 @@ class Session:
         if not found:
             warnings.warn("the baseline has no such row; --update-baseline adds it", stacklevel=2)
         worse = regressions(found, self.threshold)
-        assert not worse, f"{worse[0].before:.3f} x floor before, {worse[0].now:.3f} now: {worse[0].by:+.1%}"
+        assert not worse, "{before:.3f} x floor before, {now:.3f} now: {change:+.1%}".format(**worse[0])
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from narrowkv.cli.app_operations import bench_commands, inspect_commands, validate_commands
+from narrowkv.cli.app_operations import add_operations
 from narrowkv.cli.command_line import Commands, MeasureByDefault, command
 from narrowkv.cli.options import (
     BOTH,
@@ -192,24 +192,6 @@ def accuracy_train_tiny(
     from narrowkv.cli.accuracy import train
 
     return train(report, folder, steps=steps, context=context, seed=seed)
-
-
-def add_operations(program: typer.Typer) -> None:
-    """Adds the groups whose commands are made from the registry of operations."""
-    program.add_typer(
-        validate_commands(),
-        name="validate",
-        help="Compare operations with their references, and cache formats with the tensors they store. "
-        "Without a command: decode.",
-    )
-    program.add_typer(
-        bench_commands(), name="bench", help="Measure device time against ceilings of the same run."
-    )
-    program.add_typer(
-        inspect_commands(),
-        name="inspect",
-        help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
-    )
 
 
 add_operations(app)

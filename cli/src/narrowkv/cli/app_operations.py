@@ -45,6 +45,34 @@ from narrowkv.testing.operations import OPERATIONS
 from narrowkv.testing.traffic import MODELS, TRAFFIC
 from narrowkv.testing.words import CACHE_FORMATS, COMMS, PLACES
 
+
+def add_operations(program: typer.Typer) -> None:
+    """Adds the groups of commands that are made from the registry of operations."""
+    validate, inspect = typer.Typer(cls=DecodeByDefault), typer.Typer(cls=DecodeByDefault)
+    bench = typer.Typer(no_args_is_help=True)
+    for operation in OPERATIONS.values():
+        _add_validate(validate, operation)
+        if operation.bench:
+            _add_bench(bench, operation)
+        if operation.inspect:
+            _add_inspect(inspect, operation)
+    command(validate, "fp4", title="validate fp4")(validate_fp4)
+    command(bench, "traffic", title="bench")(bench_traffic)
+    command(bench, "host", files=("out",), title="bench host")(bench_host)
+    command(bench, "cp", files=("out", "csv"), title="bench cp")(bench_cp)
+    command(inspect, "model", title="inspect", files=("out",))(inspect_model)
+    program.add_typer(
+        validate, name="validate",
+        help="Compare operations with their references, and cache formats with the tensors they store. "
+        "Without a command: decode.",
+    )  # fmt: skip
+    program.add_typer(bench, name="bench", help="Measure device time against ceilings of the same run.")
+    program.add_typer(
+        inspect, name="inspect",
+        help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
+    )  # fmt: skip
+
+
 Full = Annotated[
     bool, typer.Option("--full/--quick", help="Mix the axes with each other, or take each value once.")
 ]
@@ -52,15 +80,6 @@ Lines = Annotated[
     list[str] | None,
     typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
 ]
-
-
-def validate_commands() -> typer.Typer:
-    """The group of commands."""
-    group = typer.Typer(cls=DecodeByDefault)
-    for operation in OPERATIONS.values():
-        _add_validate(group, operation)
-    command(group, "fp4", title="validate fp4")(validate_fp4)
-    return group
 
 
 def _add_validate(group: typer.Typer, operation: OperationEntry) -> None:
@@ -152,18 +171,6 @@ BenchOn = Annotated[
 Samples = Annotated[int, typer.Option(min=1, help="The most samples of a row.")]
 # Batches up to 512 for which engines capture graphs.
 CAPTURES = ",".join(map(str, [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]))
-
-
-def bench_commands() -> typer.Typer:
-    """The group of commands."""
-    group = typer.Typer(no_args_is_help=True)
-    for operation in OPERATIONS.values():
-        if operation.bench:
-            _add_bench(group, operation)
-    command(group, "traffic", title="bench")(bench_traffic)
-    command(group, "host", files=("out",), title="bench host")(bench_host)
-    command(group, "cp", files=("out", "csv"), title="bench cp")(bench_cp)
-    return group
 
 
 def _add_bench(group: typer.Typer, operation: OperationEntry) -> None:
@@ -289,16 +296,6 @@ Assembly = Annotated[bool, typer.Option("--asm", help="Show the assembly too.")]
 Model = Annotated[
     bool, typer.Option("--model/--no-model", help="Also show times, bounds and stalls by the timing model.")
 ]
-
-
-def inspect_commands() -> typer.Typer:
-    """The group of commands."""
-    group = typer.Typer(cls=DecodeByDefault)
-    for operation in OPERATIONS.values():
-        if operation.inspect:
-            _add_inspect(group, operation)
-    command(group, "model", title="inspect", files=("out",))(inspect_model)
-    return group
 
 
 def _add_inspect(group: typer.Typer, operation: OperationEntry) -> None:

@@ -14,7 +14,7 @@ from narrowkv.cli.running import check_amd_backend, run_all
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.testing.backends import PEERS
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.testing.bench.comparison import changes, load_baseline, regressions
+from narrowkv.testing.bench.comparison import KEYS, changes, load_baseline, regressions
 from narrowkv.testing.bench.host import measure_host
 from narrowkv.testing.bench.measure import (
     Bench,
@@ -201,10 +201,10 @@ def _compare(
         )
     report.say(f"{len(found)} rows compared, {len(worse)} slower by more than {threshold:.0%}")
     for change in worse:
-        row = ", ".join(f"{name} {value}" for name, value in change.row.items())
-        report.say(f"[bold red]{change.by:+.1%}[/] x floor {change.before:.2f} -> {change.now:.2f}: {row}")
-    compared = [{**c.row, "before": c.before, "now": c.now, "change": c.by} for c in found]
-    return ExitCode.REGRESSION if worse else ExitCode.OK, compared
+        row = ", ".join(f"{name} {change[name]}" for name in KEYS)
+        before, now = change["before"], change["now"]
+        report.say(f"[bold red]{change['change']:+.1%}[/] x floor {before:.2f} -> {now:.2f}: {row}")
+    return ExitCode.REGRESSION if worse else ExitCode.OK, found
 
 
 def bench_modelled(
@@ -264,21 +264,19 @@ def bench_host(
             "Times are those of Python before the launch."
         )
     found = measure_host(samples, shapes, captures, context)
-    for row in found.rows:
+    for row in found["rows"]:
         planned = "planned  " if row.planned else "         "
         report.line(
             f"{row.operation:20} {planned} {number(row.host_us):>8} us   {number(row.ratio_to_add)} x add_"
         )
-    for name, count in found.kernels.items():
+    for name, count in found["kernels"].items():
         report.line(f"{name:20} {count} kernels over {shapes} random shapes")
-    if sizes := list(found.workspace_bytes.values()):
+    if sizes := list(found["workspace_bytes"].values()):
         report.line(
             f"workspace of {len(sizes)} capture sizes at {context} tokens: {max(sizes)} bytes shared, "
             f"{sum(sizes)} if each has its own"
         )
-    return report.finish(
-        {**asdict(found), "kernels": {"random_shapes": shapes, **found.kernels}}, ExitCode.OK
-    )
+    return report.finish({**found, "kernels": {"random_shapes": shapes, **found["kernels"]}}, ExitCode.OK)
 
 
 def bench_table(columns: Columns, records: Sequence[Record]) -> Sheet:

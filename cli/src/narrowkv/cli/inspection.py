@@ -15,11 +15,12 @@ from narrowkv.cli.sheet import Column, Sheet, filled, keys, numbers
 from narrowkv.testing.cases import Case
 from narrowkv.testing.codegen import (
     CallCode,
+    Inspection,
     KernelCode,
     compile_case,
+    inspect_case,
     main_kernel,
 )
-from narrowkv.testing.inspection import Inspection, inspect_case
 from narrowkv.testing.machine import versions
 from narrowkv.testing.model import Modelled, main_launch, model_call, model_peer, waits
 from narrowkv.testing.operation import Family, OperationEntry

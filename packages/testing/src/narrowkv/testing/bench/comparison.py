@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,6 @@ _FIGURE = "ratio_to_floor"
 def baseline_file(folder: Path, device: str) -> Path:
     """The file of a device's baseline: its name in lower case, joined by dashes."""
     return folder / ("-".join(re.findall(r"[a-z0-9]+", device.lower())) + ".json")
-
-
-@dataclass(frozen=True)
-class Change:
-    """One row that both runs have.
-
-    Attributes:
-        row: the row's values of `KEYS`.
-        before, now: time over the floor.
-    """
-
-    row: dict[str, Any]
-    before: float
-    now: float
-
-    @property
-    def by(self) -> float:
-        """By which share the row became slower; 0.05 is five per cent."""
-        return self.now / self.before - 1.0
 
 
 def load_baseline(path: Path) -> dict[str, Any]:
@@ -68,23 +48,30 @@ def load_baseline(path: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def changes(baseline: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Change]:
-    """Compares every row that both runs measured."""
+def changes(baseline: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compares every row that both runs measured.
+
+    Returns:
+        Of each row its values of `KEYS`; before, now: time over the floor; change: by which share it became
+        slower, 0.05 is five per cent.
+    """
 
     def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in KEYS)
 
-    before = {key(row): row[_FIGURE] for row in baseline["rows"] if row.get(_FIGURE) is not None}
-    return [
-        Change({name: row[name] for name in KEYS}, float(before[key(row)]), float(row[_FIGURE]))
-        for row in rows
-        if row.get(_FIGURE) is not None and key(row) in before
-    ]
+    before = {key(row): float(row[_FIGURE]) for row in baseline["rows"] if row.get(_FIGURE) is not None}
+    found = []
+    for row in rows:
+        now, was = row.get(_FIGURE), before.get(key(row))
+        if now is not None and was is not None:
+            same = dict(zip(KEYS, key(row), strict=True))
+            found.append({**same, "before": was, "now": float(now), "change": now / was - 1.0})
+    return found
 
 
-def regressions(found: Sequence[Change], threshold: float) -> list[Change]:
+def regressions(found: Sequence[dict[str, Any]], threshold: float) -> list[dict[str, Any]]:
     """The changes that are slower by more than `threshold`, worst first."""
-    return sorted((c for c in found if c.by > threshold), key=lambda c: c.by, reverse=True)
+    return sorted((c for c in found if c["change"] > threshold), key=lambda c: c["change"], reverse=True)
 
 
 _DIFFERS = 1.25  # a row whose measured time is this factor from the model's is listed

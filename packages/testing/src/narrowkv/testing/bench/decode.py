@@ -88,24 +88,6 @@ class DecodeSizes:
         return 4.0 * self.batch * self.context * self.num_kv_heads * self.ratio * self.head_dim
 
 
-def decode_sizes(
-    *, batches: Sequence[int], contexts: Sequence[int], page_sizes: Sequence[int], num_kv_heads: int,
-    ratios: Sequence[int], head_dim: int, q: str, formats: Sequence[str],
-) -> list[DecodeSizes]:  # fmt: skip
-    """Every combination; sizes that can share a `LargeCache` are neighbours.
-
-    Raises:
-        ValueError: a context is not a multiple of a page size.
-    """
-    for context, page_size in product(contexts, page_sizes):
-        if context % page_size:
-            raise ValueError(f"contexts must be multiples of every page size, got {context} and {page_size}")
-    return [
-        DecodeSizes(batch, context, page_size, num_kv_heads, ratio, head_dim, q, fmt)
-        for fmt, batch, context, ratio, page_size in product(formats, batches, contexts, ratios, page_sizes)
-    ]
-
-
 class DecodeBench(Bench[DecodeSizes]):
     """Paged decode, and other implementations on the same tensors.
 
@@ -192,14 +174,15 @@ def make(options: DecodeRows) -> tuple[DecodeBench, list[DecodeSizes], dict[str,
     Raises:
         ValueError: a context is not a multiple of a page size.
     """
-    try:
-        rows = decode_sizes(
-            batches=options.batch, contexts=options.context, page_sizes=options.page_size,
-            ratios=options.ratio, num_kv_heads=options.num_kv_heads, head_dim=options.head_dim, q=options.q,
-            formats=options.cache_format,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(f"--context, --page-size: {error}") from None
+    for context, page_size in product(options.context, options.page_size):
+        if context % page_size:
+            why = f"contexts must be multiples of every page size, got {context} and {page_size}"
+            raise ValueError(f"--context, --page-size: {why}")
+    lists = options.cache_format, options.batch, options.context, options.ratio, options.page_size
+    rows = [  # those that can share a `LargeCache` are neighbours
+        DecodeSizes(batch, context, page_size, options.num_kv_heads, ratio, options.head_dim, options.q, fmt)
+        for fmt, batch, context, ratio, page_size in product(*lists)
+    ]
     peers = [peer for peer in PEERS if peer.absent(True) is None] if options.peers else []
     settings = {"peers": options.peers, "batch_invariant": options.batch_invariant}
     return DecodeBench(batch_invariant=options.batch_invariant, peers=peers), rows, settings

@@ -31,7 +31,7 @@ _SPLITS = (1, 2, 4, 8, 16)
 AUTOMATIC = "automatic"
 _STEP = ("model", "traffic", "format", "operation", "batch", "keys")
 
-Run = Callable[[], torch.Tensor]
+Run = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -83,21 +83,18 @@ class StepInputs:
     def paged_decode(self, out: torch.Tensor, **forced: Any) -> Run:
         """Plans as an engine does, for the capacity of its block table."""
         plan = plan_decode(self.q, self.cache, self.table, **forced)
-        run: Any = partial(paged_decode, self.q, self.cache, self.table, out=out, plan=plan)
-        return run  # type: ignore[no-any-return]
+        return partial(paged_decode, self.q, self.cache, self.table, out=out, plan=plan)
 
     def batch_prefill(self, out: torch.Tensor, **forced: Any) -> Run:
         """Plans as an engine does, with the bounds that it knows."""
         plan = plan_prefill(self.q, self.cache, self.table, self.starts, **self.bounds, **forced)
-        run: Any = partial(batch_prefill, self.q, *self._paged, out=out, plan=plan)
-        return run  # type: ignore[no-any-return]
+        return partial(batch_prefill, self.q, *self._paged, out=out, plan=plan)
 
     def prefill_append(self, out: torch.Tensor, **forced: Any) -> Run:
         """The same for a call that stores the new tokens; every replay stores them again."""
         k_new, v_new = self.new
         plan = plan_append(self.q, self.cache, self.table, self.starts, **self.bounds, **forced)
-        run: Any = partial(prefill_append, self.q, k_new, v_new, *self._paged, out=out, plan=plan)
-        return run  # type: ignore[no-any-return]
+        return partial(prefill_append, self.q, k_new, v_new, *self._paged, out=out, plan=plan)
 
     def two_calls(self, out: torch.Tensor) -> Run:
         """`paged_decode` for the sequences with one new token, which come first, then `batch_prefill`.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Case", "CaseError", "Inputs", "each_alone", "named", "parse_case", "spell_case", "unknown",
+    "Case", "CaseError", "Inputs", "each_alone", "named", "parse_case", "spell_case", "sweep_of", "unknown",
     "word_of",
 ]  # fmt: skip
 
@@ -144,6 +144,18 @@ def each_alone(base: _Case, axes: Mapping[str, Iterable[Any]]) -> Iterator[_Case
         for value in values:
             if value != getattr(base, name):
                 yield replace(base, **{name: value})  # type: ignore[type-var]
+
+
+def sweep_of(
+    quick: Callable[[], Iterable[_Case]], full: Callable[[], Iterable[_Case]]
+) -> Callable[..., list[_Case]]:
+    """A `narrowkv.testing.operation.Cases.sweep` that is the same on every target and with every seed."""
+
+    def sweep(target: object = None, everything: bool = False, seed: int = 0) -> list[_Case]:
+        """The quick cases, and with `everything` the full ones, each once."""
+        return list(dict.fromkeys([*quick(), *(full() if everything else ())]))
+
+    return sweep
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> CaseError:

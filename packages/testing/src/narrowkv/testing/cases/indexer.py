@@ -12,7 +12,7 @@ import torch
 
 from narrowkv.quant import encode
 from narrowkv.sparse_fp8.indexer import IndexKeys, index_logits, index_logits_reference
-from narrowkv.testing.cases import Case, CaseError, Inputs, each_alone, named
+from narrowkv.testing.cases import Case, CaseError, Inputs, each_alone, named, sweep_of
 from narrowkv.testing.contracts import BOUND_16_BIT_QUERY, Contract, Shape
 from narrowkv.testing.operation import Cases
 
@@ -221,9 +221,7 @@ def full() -> Iterator[IndexCase]:
             yield IndexCase(layout=layout, lens=lens, format=fmt, q=fmt, num_heads=heads, q_len=q_len)
 
 
-def sweep(*, everything: bool = False) -> list[IndexCase]:
-    """The cases of a sweep, each once."""
-    return list(dict.fromkeys([*quick(), *(full() if everything else ())]))
+sweep = sweep_of(quick, full)
 
 
 def shipped(target: str = "") -> list[IndexCase]:
@@ -255,7 +253,7 @@ CASES = Cases(
     case=IndexCase,
     of_contract=of_contract,
     bounds={"relative_l1": BOUND},
-    sweep=lambda target, full, seed: sweep(everything=full),
+    sweep=sweep,
     shipped=shipped,
     columns={"keys": lambda case: case.kind[1], "heads": lambda case: case.num_heads},
 )

@@ -276,7 +276,7 @@ def one_shape(shape: str, *, precision: str = "", granularity: str = "", seed: i
     ]  # fmt: skip
 
 
-def shipped() -> list[SageCase]:
+def shipped(target: str = "") -> list[SageCase]:
     """A call for every shipped configuration: precisions, granularities and head_dims."""
     return [
         SageCase(
@@ -350,7 +350,7 @@ CASES = Cases(
     sweep=lambda target, full, seed: sweep(full=full, seed=seed),
     of_contract=of_contract,
     families=lambda target: {"Sage, int8": partial(_attend, "int8"), "Sage, FP8": partial(_attend, "fp8")},
-    shipped=lambda target: shipped(),
+    shipped=shipped,
     columns={
         "Q and K": lambda case: case.qk_dtype,
         "granularity": lambda case: case.granularity,

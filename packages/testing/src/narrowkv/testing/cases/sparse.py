@@ -15,7 +15,7 @@ from narrowkv.sparse_fp8.layouts import LAYOUTS as ROW_LAYOUTS
 from narrowkv.sparse_fp8.reference import sparse_prefill_reference
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
-from narrowkv.testing.cases import Case, Inputs, each_alone, named
+from narrowkv.testing.cases import Case, Inputs, each_alone, named, sweep_of
 from narrowkv.testing.contracts import BOUND_FP8_COMPUTE, BOUND_SPARSE, Contract, Shape
 from narrowkv.testing.operation import Cases
 
@@ -293,12 +293,10 @@ def full() -> Iterator[SparseCase]:
         yield replace(way, prefix_lens=lens, num_qo_heads=heads, skipped=skipped, sink=True)
 
 
-def sweep(*, everything: bool = False) -> list[SparseCase]:
-    """The cases of a sweep, each once."""
-    return list(dict.fromkeys([*quick(), *(full() if everything else ())]))
+sweep = sweep_of(quick, full)
 
 
-def shipped(*, two_sources: bool = True) -> list[SparseCase]:
+def shipped(target: str = "", *, two_sources: bool = True) -> list[SparseCase]:
     """A call for every shipped configuration: ways to attend, layouts, formats, numbers of heads."""
     rows = (16, 16)  # so few that nothing is split
     ways = [
@@ -359,10 +357,10 @@ def families(target: str) -> dict[str, SparseCase]:
 CASES = Cases(
     case=SparseCase,
     bounds={"relative_l1": BOUND_16_BIT_QUERY, "with Q in FP8": BOUND_FP8_QK},
-    sweep=lambda target, full, seed: sweep(everything=full),
+    sweep=sweep,
     of_contract=of_contract,
     families=families,
-    shipped=lambda target: shipped(),
+    shipped=shipped,
     columns={
         "mode": lambda case: case.mode,
         "Q": lambda case: case.q,

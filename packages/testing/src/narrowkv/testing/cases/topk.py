@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from narrowkv.sparse_fp8.indexer import index_topk, index_topk_reference
-from narrowkv.testing.cases import Case, Inputs, each_alone, named
+from narrowkv.testing.cases import Case, Inputs, each_alone, named, sweep_of
 from narrowkv.testing.contracts import Contract, Shape
 from narrowkv.testing.operation import Cases
 
@@ -166,9 +166,7 @@ def full() -> Iterator[TopkCase]:
         yield TopkCase(columns=columns, topk=topk, values=values, bounds=bounds)
 
 
-def sweep(*, everything: bool = False) -> list[TopkCase]:
-    """The cases of a sweep, each once."""
-    return list(dict.fromkeys([*quick(), *(full() if everything else ())]))
+sweep = sweep_of(quick, full)
 
 
 def shipped(target: str = "") -> list[TopkCase]:
@@ -193,7 +191,7 @@ CASES = Cases(
     case=TopkCase,
     of_contract=of_contract,
     bounds={"wrong columns": 0.0},
-    sweep=lambda target, full, seed: sweep(everything=full),
+    sweep=sweep,
     shipped=shipped,
     columns={"columns": lambda case: case.columns, "topk": lambda case: case.topk},
 )
