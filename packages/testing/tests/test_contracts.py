@@ -63,8 +63,7 @@ def test_the_sparse_set_asks_for_every_mode_and_both_queries() -> None:
 @pytest.mark.parametrize("index", range(len(SPARSE.contracts)))
 def test_a_sparse_contract_holds_on_the_cpu(index: int) -> None:
     shape = replace(SPARSE.shape, q_len=2, context=40, num_qo_heads=16)
-    outcome = run_task(Task(SPARSE.contracts[index], shape, place="cpu"))
-    (answer,) = outcome.answers
+    (answer,), _ = run_task(Task(SPARSE.contracts[index], shape, place="cpu"))
     assert answer.status == PASS, answer.detail
     assert answer.kv_bytes_per_token == (1024 if SPARSE.contracts[index].k == "bf16" else 583)
 
@@ -72,10 +71,9 @@ def test_a_sparse_contract_holds_on_the_cpu(index: int) -> None:
 def test_a_sparse_contract_is_compiled_and_a_sample_of_it_emulated() -> None:
     contract = next(c for c in SPARSE.contracts if c.variant == "fused" and c.q == "bf16")
     shape = replace(SPARSE.shape, q_len=5, context=20, num_qo_heads=16)
-    outcome = run_task(Task(contract, shape, target="gfx942", emulate=True))
-    assert outcome.compiled is not None
-    assert outcome.compiled.status == PASS, outcome.compiled.detail
-    (answer,) = outcome.answers
+    (answer,), compiled = run_task(Task(contract, shape, target="gfx942", emulate=True))
+    assert compiled is not None
+    assert compiled.status == PASS, compiled.detail
     assert answer.status == PASS, answer.detail
     assert answer.sample is not None
     assert (answer.sample.workgroups, answer.sample.launched) == (3, 5)

@@ -7,17 +7,12 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from narrowkv.runtime.targets import device_target
-
-__all__ = ["KNOWN_FAULTS", "KnownFault", "known_faults", "rocm_version"]
-
 
 _TRITON_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton")
 _LIBRARIES = ("numpy", "typer", "rich", "aiter", "amd-aiter", "flashinfer-python", "vllm", "matplotlib")
@@ -104,38 +99,6 @@ def describe() -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class KnownFault:
-    """A fault that others reported.
-
-    Attributes:
-        said: what goes wrong, and what to do.
-        source: where it was reported.
-        holds: whether a version of ROCm has it: major, minor and, if it is known, patch.
-    """
-
-    said: str
-    source: str
-    holds: Callable[[tuple[int, ...]], bool]
-
-
-KNOWN_FAULTS = (
-    KnownFault(
-        "replays of HIP graphs may give wrong results, in about one process of five (ROCm 7.2.0 to 7.2.3): "
-        "compare replays with eager calls, or use another ROCm",
-        "https://github.com/ROCm/clr/issues/279",
-        lambda rocm: rocm[:2] == (7, 2) and (len(rocm) < 3 or rocm[2] <= 3),
-    ),
-    KnownFault(
-        "HIP reports no error for work that a graph cannot capture (before ROCm 7.14), and torch looks for "
-        "it in calls of its own only: compare the first replay of a graph with an eager call",
-        "https://github.com/ROCm/pytorch/pull/3323",
-        lambda rocm: rocm < (7, 14),
-    ),
-)
-"""By the version of ROCm. That of masked loads has no range of versions: `narrowkv.testing.masked_loads`."""
-
-
 def rocm_version(torch_version: str | None = None, hip: str | None = None) -> tuple[int, ...] | None:
     """The version of ROCm that torch was built with: major, minor and, where the build's name has it, patch.
 
@@ -163,7 +126,21 @@ def rocm_version(torch_version: str | None = None, hip: str | None = None) -> tu
 
 
 def known_faults(rocm: tuple[int, ...] | None) -> list[dict[str, str]]:
-    """What is known of a version of ROCm, as `narrowkv env` shows it; nothing for None."""
-    if rocm is None:
-        return []
-    return [{"said": fault.said, "source": fault.source} for fault in KNOWN_FAULTS if fault.holds(rocm)]
+    """Faults of a version of ROCm that others reported, as `narrowkv env` shows them; nothing for None.
+
+    That of masked loads has no range of versions: `narrowkv.testing.masked_loads`.
+    """
+    found = []
+    if rocm is not None and rocm[:2] == (7, 2) and (len(rocm) < 3 or rocm[2] <= 3):
+        found.append({
+            "said": "replays of HIP graphs may give wrong results, in about one process of five (ROCm 7.2.0 "
+            "to 7.2.3): compare replays with eager calls, or use another ROCm",
+            "source": "https://github.com/ROCm/clr/issues/279",
+        })  # fmt: skip
+    if rocm is not None and rocm < (7, 14):
+        found.append({
+            "said": "HIP reports no error for work that a graph cannot capture (before ROCm 7.14), and torch "
+            "looks for it in calls of its own only: compare the first replay of a graph with an eager call",
+            "source": "https://github.com/ROCm/pytorch/pull/3323",
+        })  # fmt: skip
+    return found

@@ -199,7 +199,7 @@ PREFILL = OperationEntry(
     samples={
         "_append_kernel": workgroups.corners,
         "_fused_prefill_kernel": workgroups.prefill_programs,
-        "_prefill_append_kernel": workgroups.last_head_of_an_append,
+        "_prefill_append_kernel": workgroups.last_kv_head,
         "_dense_prefill_kernel": workgroups.splits_of_some_tiles,  # after all of _widen_kernel
         "_cdna_prefill_kernel": workgroups.splits_of_some_tiles,  # likewise
     },

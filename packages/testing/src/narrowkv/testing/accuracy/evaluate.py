@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,16 +135,21 @@ def _causal_with_near(
 
 
 @contextmanager
-def stored_attention(model: Any, attention: StoredAttention) -> Iterator[None]:
-    """Makes a model of transformers attend by `attention` meanwhile."""
+def _attending_by(model: Any, implementation: str) -> Iterator[None]:
+    """Makes a model of transformers attend by a registered implementation meanwhile."""
     before = model.config._attn_implementation
-    AttentionInterface.register(NAME, attention.attend)
-    AttentionMaskInterface.register(NAME, padding_of)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(implementation)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def stored_attention(model: Any, attention: StoredAttention) -> AbstractContextManager[None]:
+    """Makes a model of transformers attend by `attention` meanwhile."""
+    AttentionInterface.register(NAME, attention.attend)
+    AttentionMaskInterface.register(NAME, padding_of)
+    return _attending_by(model, NAME)
 
 
 _CHUNK = 256  # tokens whose probabilities are compared at a time
@@ -240,23 +245,14 @@ class Runner:
         self.calibration: Calibration | None = recipe.calibration(samples.values())
         self.kernels = kernels and recipe.in_cache
 
-    @contextmanager
-    def _attending(self) -> Iterator[None]:
+    def _attending(self) -> AbstractContextManager[None]:
+        model = self.model.model
         if not self.kernels:
-            with stored_attention(
-                self.model.model, StoredAttention(self.recipe, self.calibration, self.layers)
-            ):
-                yield
-            return
+            return stored_attention(model, StoredAttention(self.recipe, self.calibration, self.layers))
         import narrowkv.engines.transformers as narrow
 
-        before = self.model.model.config._attn_implementation
         narrow.register()
-        self.model.model.set_attn_implementation(narrow.NAME)
-        try:
-            yield
-        finally:
-            self.model.model.set_attn_implementation(before)
+        return _attending_by(model, narrow.NAME)
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:

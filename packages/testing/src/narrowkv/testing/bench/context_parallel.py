@@ -26,6 +26,7 @@ from narrowkv.context_parallel.exchange import ExchangeSizes, block_elements
 from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.context_parallel.plan import CPDecodePlan, plan_cp_decode
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.targets import get_target
 
@@ -249,7 +250,7 @@ def _difference(o: torch.Tensor, step: _Step, layout: ShardLayout) -> float:
     assert isinstance(whole, torch.Tensor)
     heads = o.shape[1]
     expected = whole[:, layout.rank * heads : (layout.rank + 1) * heads]
-    return float((o.float() - expected).abs().sum() / expected.abs().sum())
+    return relative_l1(o, expected)
 
 
 def _serves_other_lengths(plan: CPDecodePlan, step: _Step, layout: ShardLayout, page_size: int) -> bool:
