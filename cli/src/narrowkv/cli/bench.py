@@ -74,10 +74,8 @@ def bench(
     else:
         report.say(f"{place} has no device times: the answers are checked, and nothing is timed.")
         report.refuse("to a virtual GPU, which has no device times", "plot", "against")
-    rows: list[Row] = []
-    ceilings, interrupted = _measure(
-        bench, shapes, report, timer, {**(settings or {}), "samples": samples}, rows
-    )
+    settings = {**(settings or {}), "samples": samples}
+    rows, ceilings, interrupted = _measure(bench, shapes, report, timer, settings)
     records = [row.as_dict() for row in rows]
     if ceilings is not None:
         report.say(f"{place}; measured ceilings: {ceilings}")
@@ -122,15 +120,10 @@ def bench_traffic(steps: Sequence[LayerStep], report: Report, *, samples: int, c
         return bench(chosen, steps, report, samples=samples)
     report.say("There is no GPU: a rehearsal of smaller steps, whose answers are checked. Nothing is timed.")
     report.refuse("to a rehearsal", "plot")
-    rows: list[Row] = []
-
-    def take(step: LayerStep, found: tuple[Row, ...]) -> str:
-        rows.extend(found)
-        return str(step)
-
-    interrupted = run_all(
-        report, rehearsals(steps), chosen.rehearse, tuple[Row, ...], take, what="rehearsing"
+    done, interrupted = run_all(
+        report, rehearsals(steps), chosen.rehearse, tuple[Row, ...], what="rehearsing"
     )
+    rows = [row for _, found in done for row in found]
     sheet = Sheet([*keys("model", "traffic", "format", "call", "choice"), *numbers("rel. L1"), Column("")])
     records = [row.as_dict() for row in rows]
     for row in records:
@@ -144,35 +137,29 @@ def bench_traffic(steps: Sequence[LayerStep], report: Report, *, samples: int, c
 
 
 def _measure(
-    bench: Bench[Shape], shapes: Sequence[Shape], report: Report, timer: GraphTimer | None, settings: Record,
-    rows: list[Row],
-) -> tuple[Ceilings | None, bool]:  # fmt: skip
-    """Adds the rows of every shape, checked only without a timer.
+    bench: Bench[Shape], shapes: Sequence[Shape], report: Report, timer: GraphTimer | None, settings: Record
+) -> tuple[list[Row], Ceilings | None, bool]:
+    """Measures every shape; without a timer the answers are checked only.
 
     Returns:
-        The ceilings, if there is a timer, and whether Ctrl-C ended it.
+        The rows; the ceilings, if there is a timer; and whether Ctrl-C ended it.
     """
     try:
         ceilings = None if timer is None else measure_ceilings(timer)
     except KeyboardInterrupt:
-        return None, True
+        return [], None, True
 
     def work(shape: Shape) -> tuple[Row, ...]:
         if timer is None or ceilings is None:
             return bench.rehearse(shape)
         return bench.measure(shape, ceilings, timer)
 
-    def take(shape: Shape, found: tuple[Row, ...]) -> str:
-        rows.extend(found)
-        return str(shape)
-
-    interrupted = run_all(
-        report, shapes, work, tuple[Row, ...], take, what="measuring",
-        settings={"bench": bench.name, **settings},
-    )  # fmt: skip
+    done, interrupted = run_all(
+        report, shapes, work, tuple[Row, ...], what="measuring", settings={"bench": bench.name, **settings}
+    )
     if report.files.resume is not None:
         report.note("rows that --resume kept have the floor of the run that measured them")
-    return ceilings, interrupted
+    return [row for _, found in done for row in found], ceilings, interrupted
 
 
 def _baseline(path: Path) -> dict[str, Any]:
@@ -217,17 +204,15 @@ def bench_modelled(
     """
     check_amd_backend()
     report.refuse("to modelled times", "plot", "resume")
-    rows: list[ModelRow] = []
 
     def work(step: tuple[str, ModelCall]) -> ModelRow:
         return model_row(step[1], step[0])
 
-    def take(step: tuple[str, ModelCall], row: ModelRow) -> str:
-        rows.append(row)
-        return f"{row.target} {row.name}"
-
     steps = [(target, call) for target in targets for shape in shapes for call in bench.modelled(shape)]
-    interrupted = run_all(report, steps, work, ModelRow, take, what="modelling")
+    done, interrupted = run_all(
+        report, steps, work, ModelRow, what="modelling", said=lambda _, row: f"{row.target} {row.name}"
+    )
+    rows = [row for _, row in done]
     report.line("timing model, not a measurement")
     report.show(_model_sheet(rows))
     records = [asdict(row) for row in rows]

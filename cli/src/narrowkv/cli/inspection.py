@@ -165,16 +165,12 @@ def inspect_calls(
         UsageError: the operation refuses a case.
     """
     check_amd_backend()
-    codes: list[tuple[Case, CallCode]] = []
-
-    def take(task: CodeTask, code: CallCode) -> str:
-        target, one = task
-        codes.append((one, code))
-        return f"{target} {one}"
-
     chosen = operation.cases.shipped if case is None else lambda target: [case]
     tasks = [(target, one) for target in targets for one in chosen(target)]
-    interrupted = run_all(report, tasks, _compile, CallCode, take, what="inspecting")
+    done, interrupted = run_all(
+        report, tasks, _compile, CallCode, what="inspecting", said=lambda task, _: f"{task[0]} {task[1]}"
+    )
+    codes = [(one, code) for (_, one), code in done]
     report.show(_table(codes, operation))
     plans = {code.target: code.plan for _, code in reversed(codes) if code.plan}
     for target in dict.fromkeys(code.target for _, code in codes):
@@ -247,7 +243,6 @@ def inspect(
         UsageError: the operation refuses the case.
     """
     check_amd_backend()
-    found: list[Inspection] = []
 
     def work(task: CodeTask) -> Inspection:
         try:
@@ -255,12 +250,17 @@ def inspect(
         except (ValueError, TypeError) as error:
             raise UsageError(f"{task[0]}: {error}") from None
 
-    def take(task: CodeTask, inspection: Inspection) -> str:
-        found.append(inspection)
-        return task[0]
-
     tasks = [(target, case) for target in targets]
-    interrupted = run_all(report, tasks, work, Inspection, take, what="inspecting", settings={"asm": asm})
+    done, interrupted = run_all(
+        report,
+        tasks,
+        work,
+        Inspection,
+        what="inspecting",
+        said=lambda task, _: task[0],
+        settings={"asm": asm},
+    )
+    found = [inspection for _, inspection in done]
     for inspection in found:
         _show(inspection, report)
     family = {str(case): family_of(operation, case)}

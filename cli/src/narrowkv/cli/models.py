@@ -88,15 +88,12 @@ def probe_models(report: Report, *, on: Sequence[str] | None, jobs: int, full: b
     answers = Answers(tuple(find_places(on)))
     gpu = {place.name for place in answers.places if place.is_gpu}
 
-    def take(task: ModelTask, found: ModelAnswer) -> str:
-        answers.found[task] = found
-        return f"{task.operation} {task.line}"
-
     tasks = [task for place in answers.places for task in all_tasks(MODELS, place.name)]
-    interrupted = run_all(
-        report, tasks, answer, ModelAnswer, take, jobs=jobs, what="probing",
-        on_gpu=lambda task: task.place in gpu,
+    done, interrupted = run_all(
+        report, tasks, answer, ModelAnswer, what="probing", jobs=jobs,
+        said=lambda task, _: f"{task.operation} {task.line}", on_gpu=lambda task: task.place in gpu,
     )  # fmt: skip
+    answers.found.update(done)
     if full:
         report.show(_calls(answers))
     report.say("Calls of a rank that are exact here, of those that the model's attention makes:")

@@ -47,14 +47,15 @@ def probe(
     tasks = run.tasks(emulate=not on)
     gpu = {place.name for place in places if place.is_gpu}
 
-    def take(task: Task, outcome: Outcome) -> str:
-        run.add(tasks[task], outcome)
+    def said(task: Task, _: Outcome) -> str:
         return f"{task.contract.q} x {task.contract.cache}, page {task.contract.page_size}"
 
-    interrupted = run_all(
-        report, list(tasks), run_task, Outcome, take, jobs=jobs, what="probing",
+    done, interrupted = run_all(
+        report, list(tasks), run_task, Outcome, what="probing", said=said, jobs=jobs,
         on_gpu=lambda task: task.place in gpu,
     )  # fmt: skip
+    for task, outcome in done:
+        run.add(tasks[task], outcome)
     rows = list(run.rows())
     if full:
         show_full(report, rows)

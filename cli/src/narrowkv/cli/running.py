@@ -70,31 +70,27 @@ R = TypeVar("R")
 
 
 def run_all(
-    report: Report,
-    tasks: Sequence[T],
-    work: Callable[[T], R],
-    kind: Any,
-    take: Callable[[T, R], str],
-    *,
-    jobs: int = 1,
-    what: str = "validating",
-    on_gpu: Callable[[T], bool] = lambda task: False,
-    settings: dict[str, Any] | None = None,
-) -> bool:
-    """Does every task that the report's --resume file does not have, and says whether Ctrl-C cut it short.
+    report: Report, tasks: Sequence[T], work: Callable[[T], R], kind: Any, *,
+    what: str, said: Callable[[T, R], str] = lambda task, result: str(task), jobs: int = 1,
+    on_gpu: Callable[[T], bool] = lambda task: False, settings: dict[str, Any] | None = None,
+) -> tuple[list[tuple[T, R]], bool]:  # fmt: skip
+    """Does every task that the report's --resume file does not have.
 
     Args:
         report: shows progress, and names the file.
         tasks: what to do.
         work: does one.
         kind: type of its result.
-        take: is called with each result, also with one kept from an earlier run; returns the text of the
-            progress line.
-        jobs: processes.
         what: names the work for the progress line.
+        said: the text of the progress line after a task.
+        jobs: processes.
         on_gpu: tasks that are timed. They run first, one at a time, in this process, so that no other task
             disturbs their times.
         settings: everything except their task that results depend on.
+
+    Returns:
+        Tasks with their results as they finished, after those that the file had; and whether Ctrl-C cut it
+        short.
     """
     import torch
 
@@ -106,10 +102,16 @@ def run_all(
         raise UsageError(f"--resume: {error}") from None
     kept = [task for task in tasks if task in journal]
     left = [task for task in tasks if task not in journal]
+    found: list[tuple[T, R]] = []
     with report.progress(len(tasks), what) as line:
+
+        def take(task: T, result: R) -> None:
+            found.append((task, result))
+            line.advance(said(task, result))
+
         try:
             for task in kept:
-                line.advance(take(task, journal.result(task)))
+                take(task, journal.result(task))
             if kept:
                 report.note(f"{len(kept)} of {len(tasks)} finished before, by {report.files.resume}")
             for part, count in (
@@ -118,7 +120,7 @@ def run_all(
             ):
                 for task, result in in_processes(work, part, count):
                     journal.add(task, result)
-                    line.advance(take(task, result))
+                    take(task, result)
         except KeyboardInterrupt:
-            return True
-    return False
+            return found, True
+    return found, False

@@ -64,7 +64,7 @@ def shuffled_pages(lens: Sequence[int], page_size: int, random: torch.Generator)
     """Page ids of each sequence, of a cache that has three pages more."""
     counts = [-(-n // page_size) for n in lens]
     order = torch.randperm(sum(counts) + SPARE_PAGES, generator=random)
-    return list(order[: sum(counts)].split(counts))
+    return list(torch.split(order[: sum(counts)], counts))
 
 
 def table_of(
