@@ -21,6 +21,9 @@ from narrowkv.testing.operations import a_few, cases_of
 from narrowkv.testing.records import number
 from narrowkv.testing.roofline import Roofline, matrix_share, roofline
 
+_WORKGROUPS = 8  # emulated for the counts
+_LOOP_COUNTS = ("valu", "transcendental", "converts", "lds", "vector_loads", "loaded_bytes_per_lane")
+
 
 @dataclass(frozen=True)
 class KernelCode:
@@ -75,14 +78,7 @@ class KernelCode:
             waves_per_simd=artifact.waves_per_simd,
             spills_in_loops=artifact.spills_in_loops,
             mfma={name: n for name, n in loop.mnemonics.items() if name.startswith(("v_mfma", "v_smfmac"))},
-            loop={
-                "valu": loop.valu,
-                "transcendental": loop.transcendental,
-                "converts": loop.converts,
-                "lds": loop.lds,
-                "vector_loads": loop.vector_loads,
-                "loaded_bytes_per_lane": loop.loaded_bytes_per_lane,
-            },
+            loop={name: getattr(loop, name) for name in _LOOP_COUNTS},
             matrix_share=0.0 if figures is None else matrix_share(loop, figures),
         )
 
@@ -146,9 +142,6 @@ def compile_case(case: Case, target: str) -> CallCode:
         with compile_for(target):
             plan = explain()
     return CallCode(target, tuple(map(KernelCode.of, artifacts)), plan)
-
-
-_WORKGROUPS = 8  # emulated for the counts
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import OURS, PEERS, Backend, NotAnsweringError
 from narrowkv.testing.bench.timing import GraphTimer
-from narrowkv.testing.checking import Sample, check_sample
+from narrowkv.testing.checking import Sample, check_sample, reason_of
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call, loop_model
 from narrowkv.testing.contracts import Contract, ContractSet, Shape
 from narrowkv.testing.operations import contract_case, operation_of
@@ -101,11 +101,6 @@ class Task:
     emulate: bool = False
 
 
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def run_task(task: Task) -> Outcome:
     """Does one task; every outcome of the operations is a result, not an exception."""
     if task.place:
@@ -121,7 +116,7 @@ def _compile(contract: Contract, shape: Shape, target: str, emulate: bool) -> Ou
         inputs = contract_case(contract, shape, clean=True).inputs()
         artifacts = compile_call(target, lambda: OURS.prepare(inputs)())
     except Exception as error:
-        return (), Compiled(target, FAIL, _reason(error))
+        return (), Compiled(target, FAIL, reason_of(error))
     kernels = tuple(KernelCode.of(artifact) for artifact in artifacts)
     if not kernels:
         return (), Compiled(target, FAIL, "the call launched nothing")
@@ -135,7 +130,7 @@ def _compile(contract: Contract, shape: Shape, target: str, emulate: bool) -> Ou
     try:
         found = check_sample(target, inputs, lambda: OURS.prepare(inputs)(), contract.bound)
     except Exception as error:  # it was compiled, so whatever it says now is a defect
-        return (Answer(*asked, FAIL, _reason(error)),), compiled
+        return (Answer(*asked, FAIL, reason_of(error)),), compiled
     answer = Answer(
         *asked,
         FAIL if found.detail else PASS,
@@ -156,7 +151,7 @@ def _run(contract: Contract, shape: Shape, place: Place, peers: tuple[str, ...])
     try:
         inputs = contract_case(contract, shape).inputs(place.device)
     except Exception as error:
-        return (Answer(contract, OURS.name, place.name, FAIL, _reason(error)),)
+        return (Answer(contract, OURS.name, place.name, FAIL, reason_of(error)),)
     expected, _ = inputs.reference()
     asked = peers if operation_of(contract.operation).has_peers else ()
     return tuple(
@@ -182,7 +177,7 @@ def _ask(backend: Backend, contract: Contract, inputs: Any, expected: torch.Tens
     except NotAnsweringError as error:
         return Answer(*asked, SKIPPED, str(error))
     except Exception as error:
-        return Answer(*asked, FAIL if ours else REFUSED, _reason(error), kv_bytes_per_token=kv_bytes)
+        return Answer(*asked, FAIL if ours else REFUSED, reason_of(error), kv_bytes_per_token=kv_bytes)
     report = compare(o, expected)
     good = report.passes(relative_l1=contract.bound)
     time_us = None
@@ -193,7 +188,7 @@ def _ask(backend: Backend, contract: Contract, inputs: Any, expected: torch.Tens
         except Exception as error:
             # A peer may not be capturable, and then has an error but no time; narrowkv promises that it is.
             if ours:
-                why = f"not capturable: {_reason(error)}"
+                why = f"not capturable: {reason_of(error)}"
                 return Answer(*asked, FAIL, why, place.description, report.relative_l1)
     return Answer(
         *asked,

@@ -42,11 +42,6 @@ own activations. RMSE is in units of that model's output, so it is shown and not
 SageInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 
 
-_SMALL: dict[str, Any] = {
-    "q_lens": (150,), "k_lens": (150,), "gqa_ratio": 2, "head_dim": 64, "data": "outlier",
-}  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class SageCase(Case):
     """One Sage attention call.
@@ -88,7 +83,8 @@ class SageCase(Case):
     @classmethod
     def small(cls, **changes: Any) -> SageCase:
         """A case that the interpreter runs in a moment, with some fields changed; most tests vary it."""
-        return cls(**{**_SMALL, **changes})
+        small = {"q_lens": (150,), "k_lens": (150,), "gqa_ratio": 2, "head_dim": 64, "data": "outlier"}
+        return cls(**{**small, **changes})
 
     @property
     def kind(self) -> tuple[str, str]:
