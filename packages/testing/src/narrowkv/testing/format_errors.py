@@ -101,7 +101,7 @@ K8V4_BEST = "K FP8, V FP4, a scale per head, K offset, V balanced"
 FP8_PLAIN, FP8_BEST = "FP8 per tensor", "FP8, K offset"
 _HEAD, _GROUP = StoredSide("fp4_e2m1", "e8m0"), StoredSide("fp4_e2m1", "e8m0", 32)
 _NVFP4 = StoredSide("fp4_e2m1", "e4m3", 16)
-_BITS_HEAD_DIM = 128
+_BITS_HEAD_DIM = 128  # channels of a head, for the bits that an element takes with its share of the scales
 
 
 def _same(name: str, side: StoredSide, **changes: Any) -> Recipe:
