@@ -15,7 +15,6 @@ from narrowkv.testing.contracts import ContractSet, Shape, alike, contracts
 from narrowkv.testing.operation import (
     Cases,
     OperationEntry,
-    ReportLines,
     option,
 )
 from narrowkv.testing.workgroups import corners
@@ -101,5 +100,6 @@ OPERATION = OperationEntry(
     bench="Measure toys.",
     bench_rows=ToyRows,
     bench_module=__name__,
-    report=ReportLines(cases=("tokens=7",), measured="--tokens 64"),
+    report_cases=("tokens=7",),
+    report_measured="--tokens 64",
 )

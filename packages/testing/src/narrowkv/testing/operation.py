@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from narrowkv.runtime.targets import Target
     from narrowkv.testing.cases import Case
 
-__all__ = ["Cases", "Family", "OperationEntry", "ReportLines", "option"]
+__all__ = ["Cases", "Family", "OperationEntry", "option"]
 
 
 def option(
@@ -97,23 +97,6 @@ class Cases:
         )
 
 
-@dataclass(frozen=True)
-class ReportLines:
-    """What `narrowkv report` runs of an operation.
-
-    Attributes:
-        cases: the validated cases; a rehearsal without a GPU has the first.
-        measured: options of the main rows of the bench.
-        rehearsed: of the rows that are modelled without a GPU.
-        quick: of rows that only show whether everything runs.
-    """
-
-    cases: tuple[str, ...] = ()
-    measured: str = ""
-    rehearsed: str = ""
-    quick: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OperationEntry:
     """An entry of the registry: one operation, or several functions that share their cases.
@@ -141,7 +124,9 @@ class OperationEntry:
         bench_rows: a dataclass whose fields are the options of the rows; one of them is `samples`.
         bench_module: whose function `make` gives, for `bench_rows`, the bench, its rows, and settings that
             rows depend on; and `case_of` a case of `inspect_call`.
-        report: what `narrowkv report` runs of it.
+        report_cases: cases that `narrowkv report` validates; a rehearsal without a GPU has the first.
+        report_measured, report_rehearsed, report_quick: options of the rows of `bench` that `narrowkv report`
+            measures, that it models without a GPU, and that only show whether everything runs.
     """
 
     name: str
@@ -163,7 +148,10 @@ class OperationEntry:
     bench: str = ""
     bench_rows: Any = None
     bench_module: str = ""
-    report: ReportLines = ReportLines()
+    report_cases: tuple[str, ...] = ()
+    report_measured: str = ""
+    report_rehearsed: str = ""
+    report_quick: str = ""
 
     @property
     def cases(self) -> Cases:

@@ -35,7 +35,6 @@ from narrowkv.testing.operation import (
     Cases,
     Family,
     OperationEntry,
-    ReportLines,
     option,
 )
 from narrowkv.testing.words import (
@@ -141,12 +140,10 @@ DECODE = OperationEntry(
     bench="Measure paged decode over batches, contexts, page sizes, ratios and formats.",
     bench_rows=DecodeRows,
     bench_module="narrowkv.testing.bench.decode",
-    report=ReportLines(
-        cases=("lens=70+5,clean=1", "lens=33,format=bf16", "lens=300+37+1,sinks=1,split=per_sequence"),
-        measured="--batch 1,64 --context 8192 --page-size 16",
-        rehearsed="--batch 64 --context 8192 --page-size 16 --format fp8_e4m3fn",
-        quick="--batch 2 --context 64 --page-size 16 --num-kv-heads 1 --format fp8_e4m3fn",
-    ),
+    report_cases=("lens=70+5,clean=1", "lens=33,format=bf16", "lens=300+37+1,sinks=1,split=per_sequence"),
+    report_measured="--batch 1,64 --context 8192 --page-size 16",
+    report_rehearsed="--batch 64 --context 8192 --page-size 16 --format fp8_e4m3fn",
+    report_quick="--batch 2 --context 64 --page-size 16 --num-kv-heads 1 --format fp8_e4m3fn",
 )
 
 
@@ -208,12 +205,10 @@ PREFILL = OperationEntry(
     bench="Measure prefill of one sequence over prefixes, beside torch SDPA, and prefill that appends.",
     bench_rows=PrefillRows,
     bench_module="narrowkv.testing.bench.prefill",
-    report=ReportLines(
-        cases=("kernel=dense", "format=bf16,kernel=fused", "operation=append"),
-        measured="--new 1024,4096 --prefix 0,4096 --heads 96/8 --format fp8_e4m3fn",
-        rehearsed="--new 1024 --prefix 4096 --heads 96/8 --format fp8_e4m3fn",
-        quick="--new 32 --prefix 32 --heads 12/1 --format fp8_e4m3fn",
-    ),
+    report_cases=("kernel=dense", "format=bf16,kernel=fused", "operation=append"),
+    report_measured="--new 1024,4096 --prefix 0,4096 --heads 96/8 --format fp8_e4m3fn",
+    report_rehearsed="--new 1024 --prefix 4096 --heads 96/8 --format fp8_e4m3fn",
+    report_quick="--new 32 --prefix 32 --heads 12/1 --format fp8_e4m3fn",
 )
 
 
@@ -268,11 +263,9 @@ SPARSE = OperationEntry(
     bench="Measure DeepSeek-V4 sparse prefill over tokens, heads and top-k, in each mode.",
     bench_rows=SparseRows,
     bench_module="narrowkv.testing.bench.sparse",
-    report=ReportLines(
-        cases=("lens=37+0,sink=1", "mode=decode,lens=37"),
-        measured="--tokens 4096 --heads 64,128 --topk 2048 --mode bf16,fused",
-        quick="--tokens 4 --heads 64 --topk 64 --pool 256 --mode bf16,fused",
-    ),
+    report_cases=("lens=37+0,sink=1", "mode=decode,lens=37"),
+    report_measured="--tokens 4096 --heads 64,128 --topk 2048 --mode bf16,fused",
+    report_quick="--tokens 4 --heads 64 --topk 64 --pool 256 --mode bf16,fused",
 )
 
 
@@ -302,7 +295,7 @@ LATENT = OperationEntry(
     ),
     validate="Sweep dense decode over latent rows: layouts, lengths, heads, query tokens, pages, splits.",
     inspect="Show what latent decode compiles to: every shipped configuration, or one case.",
-    report=ReportLines(cases=("layout=tensor576,lens=70+5", "lens=300+37,q_len=2,sinks=1")),
+    report_cases=("layout=tensor576,lens=70+5", "lens=300+37,q_len=2,sinks=1"),
 )
 
 
@@ -358,10 +351,8 @@ SAGE = OperationEntry(
     bench="Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal.",
     bench_rows=SageRows,
     bench_module="narrowkv.testing.bench.sage",
-    report=ReportLines(
-        measured="--context 16384 --granularity per_thread",
-        quick="--batch 1 --context 128 --heads 2 --granularity per_thread",
-    ),
+    report_measured="--context 16384 --granularity per_thread",
+    report_quick="--batch 1 --context 128 --heads 2 --granularity per_thread",
 )
 
 
@@ -404,10 +395,8 @@ INDEXER = OperationEntry(
     bench="Measure the indexer in decode: logits over paged keys in each format, and the top-k.",
     bench_rows=IndexerRows,
     bench_module="narrowkv.testing.bench.indexer",
-    report=ReportLines(
-        cases=("lens=130+5", "layout=rows,lens=70+5"),
-        quick="--batch 2 --context 128 --heads 8 --topk 64",
-    ),
+    report_cases=("lens=130+5", "layout=rows,lens=70+5"),
+    report_quick="--batch 2 --context 128 --heads 8 --topk 64",
 )
 
 
@@ -419,7 +408,7 @@ TOPK = OperationEntry(
     validate="Sweep the indexer's top-k: widths, ties, special values, bounds, tables of pages.",
     inspect="Show what the indexer's top-k compiles to: every shipped configuration, or one case.",
     every_kernel=True,
-    report=ReportLines(cases=("tokens=2,columns=20000,values=ties",)),
+    report_cases=("tokens=2,columns=20000,values=ties",),
 )
 
 
