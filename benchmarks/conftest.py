@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.testing.bench.baseline import baseline_file, changes, load_baseline, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
+from narrowkv.testing.bench.comparison import baseline_file, changes, load_baseline, regressions
 from narrowkv.testing.bench.measure import Row
 from narrowkv.testing.bench.timing import GraphTimer, Timing
 from narrowkv.testing.machine import gpus, versions
@@ -86,7 +86,7 @@ class Session:
         if not found:
             warnings.warn("the baseline has no such row; --update-baseline adds it", stacklevel=2)
         worse = regressions(found, self.threshold)
-        assert not worse, f"{worse[0].before:.3f} x floor before, {worse[0].now:.3f} now: {worse[0].by:+.1%}"
+        assert not worse, "{before:.3f} x floor before, {now:.3f} now: {change:+.1%}".format(**worse[0])
 
 
 @pytest.fixture(scope="session")

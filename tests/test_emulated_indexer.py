@@ -79,7 +79,7 @@ def test_a_wrong_scale_is_caught(target: str) -> None:
     """A key's scale off by a factor of two in the bytes that the code reads, not in the reference's."""
     case = IndexCase(layout="rows", lens=(40,))
     right, wrong = case.inputs(), case.inputs()
-    wrong.tensors.keys.scale[3] *= 2
+    wrong.keys.scale[3] *= 2
     with emulating(target):
         logits = wrong.logits()
     expected, outside = right.reference()

@@ -21,7 +21,7 @@ from narrowkv.testing.cases import parse_case
 from narrowkv.testing.cases.sparse import SparseCase, full, quick
 from narrowkv.testing.checking import CaseResult, run_case
 from narrowkv.testing.emulation import EmulateExecutor, emulating
-from narrowkv.testing.samples import sample
+from narrowkv.testing.operations import sample
 
 # Each compiles to a kernel of its own; few rows, since every row is executed.
 CASES = {

@@ -416,7 +416,7 @@ def _sparse(case: SparseCase, operation: Callable[..., Any], **options: Any) -> 
 
 def _index_logits(case: IndexCase) -> Scene:
     def scene(guarded: Guarded) -> Call:
-        inputs = case.build(guarded.device)
+        inputs = case.inputs(guarded.device)
         q, weights = guarded.place("q", inputs.q), guarded.place("weights", inputs.weights)
         keys = IndexKeys(
             guarded.place("values", inputs.keys.values), guarded.place("scale", inputs.keys.scale),

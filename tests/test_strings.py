@@ -15,9 +15,9 @@ import typer
 import typer.main
 from test_docs import PAGES, commands, name_of
 
-from narrowkv.cli import names
+from narrowkv.cli import options
 from narrowkv.cli.app import app
-from narrowkv.cli.modelled import parse_call
+from narrowkv.cli.inspection import parse_call
 from narrowkv.testing.cases import CaseError, parse_case
 from narrowkv.testing.cases.sage import one_shape
 from narrowkv.testing.machine_report import commands as report_commands
@@ -69,13 +69,13 @@ def check_values(context: Any) -> None:
     given, command = context.params, context.info_name
     for name, known in (("on", PLACES), ("target", AMD_TARGETS), ("mode", SPARSE_WAYS)):
         if given.get(name):
-            names.choices(f"--{name}", given[name], known)
+            options.choices(f"--{name}", given[name], known)
     if given.get("cache_format"):
-        names.cache_formats("--format", given["cache_format"])
+        options.cache_formats("--format", given["cache_format"])
     if given.get("q") and command in ("decode", "warmup"):
-        names.one_of("--q", given["q"], QUERY_DTYPES)
+        options.one_of("--q", given["q"], QUERY_DTYPES)
     if command == "probe" and given["contract_set"] not in ("cp", "models"):
-        names.one_of("CONTRACT-SET", given["contract_set"], tuple(contract_sets()))
+        options.one_of("CONTRACT-SET", given["contract_set"], tuple(contract_sets()))
     cases = given.get("case") or ()
     for line in (cases,) if isinstance(cases, str) else cases:
         if command == "model":

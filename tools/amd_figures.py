@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowkv.cli.modelled import parse_call
+from narrowkv.cli.inspection import parse_call
 from narrowkv.testing.codegen import KernelCode, compile_call, main_kernel
 from narrowkv.testing.machine import versions
-from narrowkv.testing.model import main_kernel as main_model
-from narrowkv.testing.model import model_call, waits
+from narrowkv.testing.model import main_launch, model_call, waits
 from narrowkv.testing.operation import Family
 from narrowkv.testing.operations import families
 
@@ -124,11 +123,11 @@ def model_row(figure: Figure) -> dict[str, Any]:
     """The hot loop of a call on a full chip, and the time of all its launches."""
     family = family_of(figure)
     launches = model_call(figure.target, family.call, hbm_share=family.hbm_share)
-    p = main_model(launches).full
+    p = main_launch(launches).full
     row = {**vars(figure), "kernel": p.kernel, "waves_per_unit": p.waves_per_unit}
     if figure.table == "large":  # calls of full size
         row["model_call_us"] = 1e6 * sum(launch.prediction.seconds for launch in launches)
-        row["model_call_flops"] = main_model(launches).prediction.flops
+        row["model_call_flops"] = main_launch(launches).prediction.flops
     if p.loop is not None and p.flops:
         row |= {
             "model_loop_clocks": p.loop.clocks, "model_matrix_share": p.matrix_share,

@@ -840,8 +840,7 @@ def xcds_table() -> str:
 
 def cp_model_table() -> str:
     """Modelled decode steps over many GPUs: `narrowkv bench cp --model`."""
-    from narrowkv.testing.bench.context_parallel import Setting
-    from narrowkv.testing.bench.context_parallel_model import LINK_OF_TARGET, predict
+    from narrowkv.testing.bench.context_parallel import LINK_OF_TARGET, Setting, predict
 
     body = []
     for context in (2**20, 10 * 2**20):

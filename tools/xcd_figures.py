@@ -27,7 +27,7 @@ from narrowkv.runtime.attention.xcds import order_of_programs, xcd_order
 from narrowkv.runtime.targets import get_target
 from narrowkv.sage.config import choose_config
 from narrowkv.testing.machine import versions
-from narrowkv.testing.model import Modelled, main_kernel, model_call
+from narrowkv.testing.model import Modelled, main_launch, model_call
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 _TARGETS = ("gfx942", "gfx950")
@@ -154,7 +154,7 @@ def main() -> None:
         traced = {}
         for family, case in _TRACED.items():
             call = family_of(Figure("families" if not case else "", family, target, case))
-            traced[family] = main_kernel(model_call(target, call.call, hbm_share=call.hbm_share))
+            traced[family] = main_launch(model_call(target, call.call, hbm_share=call.hbm_share))
         for launch in launches(target):
             plain, ordered = (modelled(launch, traced[launch.family], target, each) for each in (False, True))
             rows.append({

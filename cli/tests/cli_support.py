@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from narrowkv.cli.app import app
 from narrowkv.testing.contracts import Contract, Shape
-from narrowkv.testing.operations.decode import FUNCTION as DECODE
+from narrowkv.testing.operations import PAGED_DECODE as DECODE
 
 SHAPE = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)
 SMALL_BENCH = "bench decode --batch 1,2 --context 32 --page-size 16 --num-kv-heads 1 --head-dim 64"

@@ -8,8 +8,7 @@ import pytest
 from cli_support import document, narrowkv
 
 from narrowkv.cli import models
-from narrowkv.testing.model_probe import EXACT, REFUSED, WRONG, ModelAnswer, ModelTask
-from narrowkv.testing.models import Model, Need
+from narrowkv.testing.models import EXACT, REFUSED, WRONG, Model, ModelAnswer, ModelTask, Need
 
 CPU = "--on cpu --jobs 1"
 SMALL = "head_dim=64,kv_heads={kv},ratio={ratio},lens=33+5"

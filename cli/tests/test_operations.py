@@ -11,7 +11,7 @@ import typer
 from cli_support import document
 from typer.testing import CliRunner, Result
 
-from narrowkv.cli.app import add_operations
+from narrowkv.cli.app_operations import add_operations
 from narrowkv.cli.command_line import Commands
 from narrowkv.testing import machine_report
 from narrowkv.testing.operations import OPERATIONS, contract_sets, families

@@ -17,11 +17,12 @@ from narrowkv.cli import probe
 from narrowkv.cli.app import app
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing import backends, codegen, emulation, probing
+from narrowkv.testing.backends import Backend
 from narrowkv.testing.bench.timing import Timing
 from narrowkv.testing.contracts import Contract, ContractSet
+from narrowkv.testing.operations import BATCH_PREFILL as PREFILL
 from narrowkv.testing.operations import OPERATIONS, contract_case, contract_sets
-from narrowkv.testing.operations.decode import FUNCTION as DECODE
-from narrowkv.testing.operations.prefill import PREFILL
+from narrowkv.testing.operations import PAGED_DECODE as DECODE
 from narrowkv.testing.places import Place
 
 CPU = "--on cpu --jobs 1"
@@ -72,20 +73,19 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def calls(change: Callable[[Any], Any]) -> Patch:
     """Changes what a prepared call returns."""
-    right = backends.Narrowkv.prepare
 
-    def prepare(self: backends.Narrowkv, inputs: Any) -> Any:
-        call = right(self, inputs)
+    def prepare(inputs: Any) -> Any:
+        call = backends.OURS.prepare(inputs)
         return lambda: change(call())
 
-    return lambda patch: patch.setattr(backends.Narrowkv, "prepare", prepare)
+    return lambda patch: patch.setattr(probing, "OURS", replace(backends.OURS, prepare=prepare))
 
 
 def refuse(patch: pytest.MonkeyPatch) -> None:
-    def prepare(self: object, inputs: object) -> Any:
+    def prepare(inputs: object) -> Any:
         raise UnsupportedError("this target has no scaled MFMA")
 
-    patch.setattr(backends.Narrowkv, "prepare", prepare)
+    patch.setattr(probing, "OURS", replace(backends.OURS, prepare=prepare))
 
 
 def compiles_with(fault: str) -> Patch:
@@ -133,28 +133,14 @@ def test_a_fault_fails_its_contract_and_is_named(name: str, monkeypatch: pytest.
     assert f"{broken.ends} fail" in result.stderr
 
 
-class Refuser:
-    """A peer that is installed and says no."""
-
-    name = "refuser"
-
-    def absent(self, on_gpu: bool) -> str | None:
-        return None
-
-    def prepare(self, inputs: Any) -> Any:
-        raise RuntimeError("Unsupported group_size: 12\nsomewhere in C++")
-
-
-class Absent(Refuser):
-    name = "absent one"
-
-    def absent(self, on_gpu: bool) -> str | None:
-        return "not installed"
+def says_no(inputs: Any) -> Any:
+    raise RuntimeError("Unsupported group_size: 12\nsomewhere in C++")
 
 
 def test_peers_are_shown_in_their_own_words_and_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (probe, probing):
-        monkeypatch.setattr(module, "PEERS", (Refuser(), Absent()))
+        peers = Backend("refuser", says_no), Backend("absent one", says_no, "no_such_package")
+        monkeypatch.setattr(module, "PEERS", peers)
     result = narrowkv(f"probe one {CPU} --json")
     found = json.loads(result.stdout)
     own_row, refused = found["rows"]
@@ -189,9 +175,9 @@ def test_every_operation_that_is_asked_about_has_its_case() -> None:
 def test_outcomes_survive_the_way_between_processes() -> None:
     """As test_processes shows, the tasks of a command then run anywhere."""
     task = probing.Task(FP8, SHAPE, "cpu")
-    outcome = probing.run_task(pickle.loads(pickle.dumps(task)))
-    assert pickle.loads(pickle.dumps(outcome)) == outcome
-    assert outcome.answers[0].relative_l1 == own(document(f"probe one {CPU} --target gfx942"))["relative_l1"]
+    answers, compiled = probing.run_task(pickle.loads(pickle.dumps(task)))
+    assert pickle.loads(pickle.dumps((answers, compiled))) == (answers, compiled)
+    assert answers[0].relative_l1 == own(document(f"probe one {CPU} --target gfx942"))["relative_l1"]
 
 
 @pytest.mark.usefixtures("without_gpu")

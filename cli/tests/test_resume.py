@@ -30,7 +30,7 @@ KERNEL = KernelCode("_kernel", 128, 0, 40, 0, 0, 0, 8192, 2, 4, 0, {"v_mfma": 8}
 ERROR = ErrorReport(
     cosine=0.9, relative_l1=0.001, rmse=0.5, max_abs=0.25, worst_index=(0, 3), not_finite=0, count=9
 )
-OUTCOME = Outcome(
+OUTCOME = (
     (Answer(FP8, "narrowkv", "cpu", PASS, time_us={"median": 1.5}, sample=Sample(1, 2, 3, 4, 5, 0.5)),),
     Compiled("gfx942", PASS, "", (KERNEL,), {"bound_by": "memory"}),
 )

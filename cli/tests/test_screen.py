@@ -15,8 +15,8 @@ from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.screen import show_screen
 from narrowkv.testing.checking import Sample
 from narrowkv.testing.codegen import KernelCode
+from narrowkv.testing.operations import PAGED_DECODE as DECODE
 from narrowkv.testing.operations import contract_sets
-from narrowkv.testing.operations.decode import FUNCTION as DECODE
 from narrowkv.testing.places import Place
 from narrowkv.testing.probing import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled, ProbeRun
 

@@ -9,24 +9,19 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode import merge_states
-from narrowkv.testing.bench.columns import Columns
-from narrowkv.testing.bench.measure import Bench
-from narrowkv.testing.cases import named, spell_case
+from narrowkv.testing.bench.measure import Bench, Columns
+from narrowkv.testing.cases import Case, Inputs, named
 from narrowkv.testing.contracts import ContractSet, Shape, alike, contracts
 from narrowkv.testing.operation import (
-    BenchEntry,
     Cases,
-    InspectEntry,
     OperationEntry,
-    ReportLines,
-    ValidateEntry,
     option,
 )
 from narrowkv.testing.workgroups import corners
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToyCase:
+class ToyCase(Case):
     """A merge of partial results."""
 
     parts: int = 2
@@ -37,9 +32,6 @@ class ToyCase:
 
     bound = 0.01
     lse_bound = 1e-5
-
-    def __str__(self) -> str:
-        return spell_case(self)
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -53,7 +45,7 @@ class ToyCase:
 
 
 @dataclass(frozen=True)
-class ToyInputs:
+class ToyInputs(Inputs):
     o: torch.Tensor
     lse: torch.Tensor
 
@@ -66,12 +58,6 @@ class ToyInputs:
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         weights = self.lse.softmax(0)[..., None]
         return (weights * self.o.float()).sum(0), self.lse.logsumexp(0)
-
-    def bytes_per_token(self) -> None:
-        return None
-
-    def wrong_bytes(self) -> str:
-        return ""
 
 
 CASES = Cases(
@@ -108,8 +94,12 @@ OPERATION = OperationEntry(
     module=__name__,
     contracts=(replace(SETS, contracts=contracts("merge_toys", ("bf16",), alike("bf16"), (0,), bound=0.01)),),
     samples={"_merge_states_kernel": corners},
-    validate=ValidateEntry("Merge toys.", seed="Of the toys."),
-    inspect=InspectEntry("Show what toys compile to."),
-    bench=BenchEntry("Measure toys.", ToyRows, __name__),
-    report=ReportLines(cases=("tokens=7",), measured="--tokens 64"),
+    validate="Merge toys.",
+    seed="Of the toys.",
+    inspect="Show what toys compile to.",
+    bench="Measure toys.",
+    bench_rows=ToyRows,
+    bench_module=__name__,
+    report_cases=("tokens=7",),
+    report_measured="--tokens 64",
 )

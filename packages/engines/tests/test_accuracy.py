@@ -23,11 +23,15 @@ from narrowkv.testing.accuracy import (
     measure,
     train_tiny,
 )
-from narrowkv.testing.accuracy.attention import StoredAttention, stored_attention
-from narrowkv.testing.accuracy.evaluate import Runner, collect, statistics_of
-from narrowkv.testing.accuracy.models import encode_bytes
+from narrowkv.testing.accuracy.evaluate import (
+    Runner,
+    StoredAttention,
+    collect,
+    statistics_of,
+    stored_attention,
+)
+from narrowkv.testing.accuracy.models import encode_bytes, tiny_lm_config
 from narrowkv.testing.accuracy.texts import calibration_text, evaluation_text, needle_text, training_text
-from narrowkv.testing.accuracy.tiny_lm import tiny_lm_config
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.in_cache], ids=lambda r: r.name)
@@ -217,7 +221,7 @@ def test_a_soft_cap_sees_logits_with_the_offset_of_a_calibration(monkeypatch: py
         plain = model(tokens).logits
     with stored_attention(model, StoredAttention(calibration=shifted, layers=[0, 1])):
         torch.testing.assert_close(model(tokens).logits, plain, rtol=0, atol=rounding)
-        monkeypatch.setattr("narrowkv.testing.accuracy.attention.lse_correction", lambda q, *_: q[..., 0] * 0)
+        monkeypatch.setattr("narrowkv.testing.accuracy.evaluate.lse_correction", lambda q, *_: q[..., 0] * 0)
         assert float((model(tokens).logits - plain).abs().max()) > 10 * rounding
 
 

@@ -14,7 +14,7 @@ from narrowkv.engines.transformers.layers import LAYER_TAG
 from narrowkv.engines.transformers.window import Window
 from narrowkv.paged_cache import PageTable
 from narrowkv.quant import Calibration, LayerCalibration, hadamard, relative_l1
-from narrowkv.testing.accuracy.recipes import StoredSide
+from narrowkv.testing.recipes import StoredSide
 
 FIRST, RECENT, PAD = 2, 3, 2
 CHUNKS = (6, 1, 1, 2)

@@ -55,7 +55,7 @@ def test_fp4_groups_of_very_different_size(device: str) -> None:
     x = torch.randn(40, 128) * torch.exp2(torch.arange(4) * 20.0 - 40).repeat_interleave(32)
     keys = IndexKeys.quantize(x, format="fp4_e2m1")
     keys = IndexKeys(keys.values.to(device), keys.scale.to(device), keys.format)
-    inputs = C(layout="rows", head_dim=128, lens=(31,)).build(device)
+    inputs = C(layout="rows", head_dim=128, lens=(31,)).inputs(device)
     where = {name: bound.clamp(max=40) for name, bound in inputs.where.items()}
     found = index_logits(inputs.q, inputs.weights, keys, **where)
     expected = index_logits_reference(inputs.q, inputs.weights, keys, **where)
@@ -134,14 +134,13 @@ def test_columns_beyond_and_before_a_table_and_outputs_apart(device: str) -> Non
 
 def test_strided_queries_weights_tables_and_lengths(device: str) -> None:
     for layout in ("rows", "packed"):
-        inputs = C(layout=layout).inputs(device)
-        t = inputs.tensors
+        t = C(layout=layout).inputs(device)
         q = torch.zeros(t.q.shape[0], 2, *t.q.shape[1:], dtype=torch.uint8, device=device)
         q[:, 1] = t.q.view(torch.uint8)
         weights = t.weights.T.contiguous().T
         where = {name: torch.stack([x, x - 1], -1)[..., 0] for name, x in t.where.items()}
         found = index_logits(q[:, 1].view(FP8), weights, t.keys, **where)
-        assert torch.equal(found, inputs.logits())
+        assert torch.equal(found, t.logits())
         wide = {name: x.long() for name, x in where.items()}
         assert torch.equal(index_logits(t.q, t.weights, t.keys, **wide), found)
 
@@ -166,11 +165,10 @@ def test_shuffled_pages_are_tiles_of_16_keys_by_16_channels() -> None:
 
 
 def test_nan_products_count_as_zero_and_a_nan_scale_shows(device: str) -> None:
-    inputs = C(layout="rows", lens=(40,)).inputs(device)
-    t = inputs.tensors
+    t = C(layout="rows", lens=(40,)).inputs(device)
     t.keys.values.view(torch.uint8)[3, 5] = 0x7F
     t.keys.scale[4] = torch.nan
-    logits = inputs.logits()
+    logits = t.logits()
     assert logits[0, 3] == 0.0
     assert torch.isnan(logits[0, 4])
     assert torch.isfinite(logits[0, 5:40]).all()
@@ -180,17 +178,16 @@ def test_one_kernel_serves_calls_of_all_lengths_and_widths() -> None:
     plan = plan_index_logits(num_heads=8, keys=IndexKeysFormat(head_dim=32, page_size=16), device="cpu")
     assert len(plan.kernels()) == 1
     for lens in ((70, 5, 33), (1,), (0, 0)):
-        inputs = C(lens=lens).inputs()
-        t = inputs.tensors
+        t = C(lens=lens).inputs()
         found = plan.run(t.q, t.weights, t.keys, **t.where)
-        assert torch.equal(found, inputs.logits())
+        assert torch.equal(found, t.logits())
         assert torch.equal(index_logits(t.q, t.weights, t.keys, **t.where, plan=plan), found)
     assert plan.kernels() == plan.kernels()
     assert "16 tokens" not in plan.explain()
 
 
 def _call(layout: str = "packed", **changes: Any) -> Any:
-    inputs = C(layout=layout, lens=(20, 5), q_len=1).build()
+    inputs = C(layout=layout, lens=(20, 5), q_len=1).inputs()
     arguments = {"q": inputs.q, "weights": inputs.weights, "keys": inputs.keys, **inputs.where}
     arguments |= {name: change(arguments) if callable(change) else change for name, change in changes.items()}
     return index_logits(**arguments)
@@ -328,7 +325,7 @@ def test_keys_cannot_claim_what_their_tensors_do_not_hold(what: str) -> None:
 
 
 def test_an_output_that_overlaps_an_input_is_refused() -> None:
-    inputs = C(layout="rows", lens=(8,)).build()
+    inputs = C(layout="rows", lens=(8,)).inputs()
     room = torch.zeros(8 + inputs.keys.num_pages)
     weights = room[:8].view(1, 8).copy_(inputs.weights)
     with pytest.raises(ValueError, match="out must not share memory with weights"):
@@ -350,7 +347,7 @@ def test_empty_calls(device: str) -> None:
 
 def test_the_reference_is_what_the_model_says() -> None:
     """One logit, written out."""
-    inputs = C(layout="packed", lens=(20,), q_len=2).build()
+    inputs = C(layout="packed", lens=(20,), q_len=2).inputs()
     logits = index_logits_reference(inputs.q, inputs.weights, inputs.keys, **inputs.where)
     page, slot = int(inputs.where["block_table"][0, 1]), 2
     key = inputs.keys.native[page, slot].double() * inputs.keys.scale[page, slot].double()

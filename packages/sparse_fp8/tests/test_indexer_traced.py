@@ -20,18 +20,18 @@ from narrowkv.sparse_fp8 import (
     sparse_decode,
 )
 from narrowkv.sparse_fp8.indexer.torch_ops import _tensors
-from narrowkv.testing.cases.indexer import IndexCase, IndexInputs
+from narrowkv.testing.cases.indexer import IndexCall, IndexCase
 
 TOPK = 8
 LAYOUTS = ("rows", "packed", "shuffled")
 I32 = torch.int32
 
 
-def _inputs(layout: str, device: str = "cpu") -> IndexInputs:
-    return IndexCase.small(layout=layout, lens=(40, 5, 23)).build(device)
+def _inputs(layout: str, device: str = "cpu") -> IndexCall:
+    return IndexCase.small(layout=layout, lens=(40, 5, 23)).inputs(device)
 
 
-def _step(inputs: IndexInputs, weights: torch.Tensor, pool: torch.Tensor, q: torch.Tensor) -> Any:
+def _step(inputs: IndexCall, weights: torch.Tensor, pool: torch.Tensor, q: torch.Tensor) -> Any:
     """Logits, the rows that they choose, and attention to those."""
     where = inputs.where
     logits = index_logits(inputs.q, 2 * weights, inputs.keys, **where)
@@ -41,7 +41,7 @@ def _step(inputs: IndexInputs, weights: torch.Tensor, pool: torch.Tensor, q: tor
     return chosen, sparse_decode(2 * q, KVSource(pool, indptr, chosen.view(-1)))
 
 
-def _attention(inputs: IndexInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(inputs: IndexCall) -> tuple[torch.Tensor, torch.Tensor]:
     device, generator = inputs.q.device, torch.Generator().manual_seed(0)
     pool = torch.randn(200, 512, generator=generator).bfloat16()
     return pool.to(device), torch.randn(inputs.q.shape[0], 8, 512, generator=generator).bfloat16().to(device)
@@ -80,7 +80,7 @@ def test_outputs_and_plans_in_a_trace() -> None:
 def test_an_append_and_the_logits_over_it_are_one_graph(layout: str) -> None:
     torch.compiler.reset()
 
-    def step(k: torch.Tensor, slots: torch.Tensor, inputs: IndexInputs) -> torch.Tensor:
+    def step(k: torch.Tensor, slots: torch.Tensor, inputs: IndexCall) -> torch.Tensor:
         append_index_keys(2 * k, inputs.keys, slots, hadamard=True)
         return index_logits(inputs.q, inputs.weights, inputs.keys, **inputs.where)
 

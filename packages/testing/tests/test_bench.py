@@ -17,20 +17,22 @@ from narrowkv.cdna_emulator.timing import MACHINES
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
-from narrowkv.testing.bench.baseline import KEYS, changes, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes, checker, decode_sizes
+from narrowkv.testing.bench.comparison import KEYS, changes, regressions
+from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes, checker
+from narrowkv.testing.bench.decode import make as make_decode
 from narrowkv.testing.bench.indexer import IndexerBench, IndexerSizes
 from narrowkv.testing.bench.kernels import _read_kernel
 from narrowkv.testing.bench.large_cache import LargeCache
-from narrowkv.testing.bench.measure import Bench, Call, Row, measure, time_checked
-from narrowkv.testing.bench.modelled import model_row
-from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes, prefill_sizes
+from narrowkv.testing.bench.measure import Bench, Call, Row, measure, model_row, time_checked
+from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes
+from narrowkv.testing.bench.prefill import make as make_prefill
 from narrowkv.testing.bench.sage import SageBench, SageSizes
 from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
 from narrowkv.testing.bench.timing import GraphTimer, Timing
 from narrowkv.testing.cases.decode import BOUND, DecodeCase
 from narrowkv.testing.model import ModelExecutor
+from narrowkv.testing.operations import DecodeRows, PrefillRows
 from narrowkv.testing.plot import plot_roofline
 
 CEILINGS = Ceilings(copy_bytes_per_s=3e12, read_bytes_per_s=3e12, bf16_flops_per_s=8e14)
@@ -67,7 +69,11 @@ def test_bytes_and_flops_of_decode_by_hand(fmt: str, row_bytes: int) -> None:
 
 
 def test_bytes_and_flops_of_prefill_follow_the_causal_triangle() -> None:
-    rows = list(prefill_sizes([128, 1024], [0, 4096], [(96, 8)], ["fp8_e4m3fn"], 128, 16))
+    options = PrefillRows(
+        new=(128, 1024), prefix=(0, 4096), heads=((96, 8),), cache_format=("fp8_e4m3fn",), head_dim=128,
+        page_size=16,
+    )  # fmt: skip
+    _, rows, _ = make_prefill(options)
     assert [(row.new, row.prefix) for row in rows] == [(128, 0), (128, 4096), (1024, 0), (1024, 4096)]
     pairs = sum(4096 + 1 + i for i in range(1024))
     assert rows[-1].flops == 4 * 128 * 96 * pairs
@@ -103,10 +109,11 @@ def test_packed_storage_is_what_the_sizes_say(fmt: str) -> None:
 
 
 def test_rows_that_share_a_cache_are_neighbours() -> None:
-    rows = decode_sizes(
-        batches=[1, 2], contexts=[64], page_sizes=[1, 16], num_kv_heads=2, ratios=[4, 12], head_dim=64,
-        q="bf16", formats=["bf16", "fp8_e4m3fn"],
+    options = DecodeRows(
+        batch=(1, 2), context=(64,), page_size=(1, 16), num_kv_heads=2, ratio=(4, 12), head_dim=64, q="bf16",
+        cache_format=("bf16", "fp8_e4m3fn"),
     )  # fmt: skip
+    _, rows, _ = make_decode(options)
     assert len(rows) == len(set(rows)) == 16
     caches = [(r.format, r.batch, r.context) for r in rows]
     changed = sum(a != b for a, b in zip(caches, [None, *caches], strict=False))
@@ -344,8 +351,8 @@ def test_changes_match_rows_by_what_they_are() -> None:
         record(batch=32),
     ]
     found = changes(before, now)
-    assert [(c.row["batch"], round(c.by, 6)) for c in found] == [(2, 0.1), (8, -0.25)]
-    assert [c.row["batch"] for c in regressions(found, 0.05)] == [2]
+    assert [(c["batch"], round(c["change"], 6)) for c in found] == [(2, 0.1), (8, -0.25)]
+    assert [c["batch"] for c in regressions(found, 0.05)] == [2]
     assert regressions(found, 0.2) == []
 
 

@@ -15,8 +15,16 @@ from narrowkv.context_parallel.plan import plan_cp_decode
 from narrowkv.context_parallel.ranks import run_ranks
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import Workspace
-from narrowkv.testing.bench.context_parallel import Measured, Setting, line_of, measure_ranks
-from narrowkv.testing.bench.context_parallel_model import LINK_OF_TARGET, LINKS, collective_us, predict
+from narrowkv.testing.bench.context_parallel import (
+    LINK_OF_TARGET,
+    LINKS,
+    Measured,
+    Setting,
+    collective_us,
+    line_of,
+    measure_ranks,
+    predict,
+)
 from narrowkv.testing.cases.context_parallel import CASES, plan_case
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from narrowkv.testing import samples
+from narrowkv.testing import operations
 from narrowkv.testing.contracts import Contract
-from narrowkv.testing.operations import contract_sets
-from narrowkv.testing.operations.decode import FUNCTION as DECODE
-from narrowkv.testing.operations.prefill import PREFILL
-from narrowkv.testing.operations.sparse import DECODE as SPARSE_DECODE
-from narrowkv.testing.operations.sparse import PREFILL_FP8 as SPARSE_FP8
+from narrowkv.testing.operations import BATCH_PREFILL as PREFILL
+from narrowkv.testing.operations import PAGED_DECODE as DECODE
+from narrowkv.testing.operations import SPARSE_DECODE, contract_sets, sample
+from narrowkv.testing.operations import SPARSE_PREFILL_FP8 as SPARSE_FP8
 from narrowkv.testing.probing import PASS, Task, run_task
-from narrowkv.testing.samples import sample
 from narrowkv.testing.workgroups import SampledLaunch
 
 SPARSE = contract_sets()["dsv4-sparse"]
@@ -65,8 +63,7 @@ def test_the_sparse_set_asks_for_every_mode_and_both_queries() -> None:
 @pytest.mark.parametrize("index", range(len(SPARSE.contracts)))
 def test_a_sparse_contract_holds_on_the_cpu(index: int) -> None:
     shape = replace(SPARSE.shape, q_len=2, context=40, num_qo_heads=16)
-    outcome = run_task(Task(SPARSE.contracts[index], shape, place="cpu"))
-    (answer,) = outcome.answers
+    (answer,), _ = run_task(Task(SPARSE.contracts[index], shape, place="cpu"))
     assert answer.status == PASS, answer.detail
     assert answer.kv_bytes_per_token == (1024 if SPARSE.contracts[index].k == "bf16" else 583)
 
@@ -74,10 +71,9 @@ def test_a_sparse_contract_holds_on_the_cpu(index: int) -> None:
 def test_a_sparse_contract_is_compiled_and_a_sample_of_it_emulated() -> None:
     contract = next(c for c in SPARSE.contracts if c.variant == "fused" and c.q == "bf16")
     shape = replace(SPARSE.shape, q_len=5, context=20, num_qo_heads=16)
-    outcome = run_task(Task(contract, shape, target="gfx942", emulate=True))
-    assert outcome.compiled is not None
-    assert outcome.compiled.status == PASS, outcome.compiled.detail
-    (answer,) = outcome.answers
+    (answer,), compiled = run_task(Task(contract, shape, target="gfx942", emulate=True))
+    assert compiled is not None
+    assert compiled.status == PASS, compiled.detail
     assert answer.status == PASS, answer.detail
     assert answer.sample is not None
     assert (answer.sample.workgroups, answer.sample.launched) == (3, 5)
@@ -89,4 +85,5 @@ def test_samples_of_a_split_sparse_call_fit_together() -> None:
     rows = list(sample(SampledLaunch("_merge_sparse_kernel", (96, 1, 1), {})))
     assert rows[0] == (88, 0, 0)
     assert rows[-1] == (95, 0, 0)
-    assert {"_sparse_16bit_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"} <= set(samples.listed())
+    kernels = {"_sparse_16bit_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"}
+    assert kernels <= set(operations.listed())

@@ -22,10 +22,12 @@ from narrowkv.testing.format_errors import (
     RECIPES,
     SETS,
     InputSizes,
+    attend,
     attention,
     make_inputs,
     measure,
 )
+from narrowkv.testing.recipes import Recipe
 
 SMALL = InputSizes(batch=1, context=48)
 I32 = torch.int32
@@ -62,9 +64,9 @@ def test_every_recipe_is_measured_and_the_plain_one_has_no_error() -> None:
     assert errors["FP8"].relative_l1["gaussian"] < 0.05 < 0.1 < errors[FP4_BEST].relative_l1["gaussian"] < 0.2
     # Kept sides must not leak between recipes: each alone says the same.
     x = make_inputs("outlier", SMALL, 0)
-    alone = {r.name: relative_l1(r.attend(x, {}), attention(x)) for r in RECIPES}
+    alone = {r.name: relative_l1(attend(r, x, {}), attention(x)) for r in RECIPES}
     kept: format_errors.Kept = {}
-    assert alone == {r.name: relative_l1(r.attend(x, kept), attention(x)) for r in RECIPES}
+    assert alone == {r.name: relative_l1(attend(r, x, kept), attention(x)) for r in RECIPES}
 
 
 def test_the_best_recipe_is_what_the_kernels_do_with_its_cache() -> None:
@@ -80,7 +82,7 @@ def test_the_best_recipe_is_what_the_kernels_do_with_its_cache() -> None:
     )
     o = paged_decode(x.q.bfloat16(), cache, table, out_dtype=torch.float32)
     assert isinstance(o, torch.Tensor)
-    assert relative_l1(scale.multiply(o), recipe.attend(x, {})) < 0.002
+    assert relative_l1(scale.multiply(o), attend(recipe, x, {})) < 0.002
 
 
 NAMED = {recipe.name: recipe for recipe in RECIPES}
@@ -100,11 +102,9 @@ K8V4_GROUP = replace(NAMED["FP8"], name="k8v4", v=NAMED[FP4_OFFSET].v)
         pytest.param(K8V4_GROUP, 0.112, id="k8v4"),
     ],
 )
-def test_gaussian_figures_are_those_of_the_simulation(
-    recipe: format_errors.StoredFormat, figure: float
-) -> None:
+def test_gaussian_figures_are_those_of_the_simulation(recipe: Recipe, figure: float) -> None:
     x = make_inputs("gaussian", InputSizes(batch=2), 0)
-    assert relative_l1(recipe.attend(x, {}), attention(x)) == pytest.approx(figure, rel=0.06)
+    assert relative_l1(attend(recipe, x, {}), attention(x)) == pytest.approx(figure, rel=0.06)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_goals_over_many_small_inputs() -> None:
         x = make_inputs("outlier", InputSizes(batch=4, context=2048), seed)
         kept: format_errors.Kept = {}
         for recipe in recipes:
-            error = compare(recipe.attend(x, kept), attention(x))
+            error = compare(attend(recipe, x, kept), attention(x))
             square[recipe.name] += error.rmse**2
             l1[recipe.name] += error.relative_l1
     assert l1[FP8_BEST] <= 0.85 * l1[FP8_PLAIN]

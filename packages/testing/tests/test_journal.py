@@ -10,9 +10,8 @@ from typing import Generic, TypeVar
 
 import pytest
 
-from narrowkv.testing import journal
-from narrowkv.testing.journal import Journal
-from narrowkv.testing.records import jsonable
+from narrowkv.testing import records
+from narrowkv.testing.records import Journal, jsonable
 
 T = TypeVar("T")
 
@@ -44,7 +43,7 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         Journal(path, {"command": "x", "gpu": "H100"}, float)
     with pytest.raises(ValueError, match="one that an earlier run kept"):
         Journal(path, {"command": "x"}, float)
-    monkeypatch.setattr(journal, "source_digest", lambda: "other")
+    monkeypatch.setattr(records, "source_digest", lambda: "other")
     with pytest.raises(ValueError, match="narrowkv has changed since"):
         Journal(path, {"command": "x", "gpu": None}, float)
     path.write_text("my notes\n")
@@ -54,8 +53,8 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_digest_is_of_the_sources() -> None:
-    assert len(journal.source_digest()) == 16
-    assert journal.source_digest() == journal.source_digest.__wrapped__()
+    assert len(records.source_digest()) == 16
+    assert records.source_digest() == records.source_digest.__wrapped__()
 
 
 @dataclass(frozen=True)

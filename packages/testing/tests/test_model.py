@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrowkv.testing.model import main_kernel, model_call
+from narrowkv.testing.model import main_launch, model_call
 from narrowkv.testing.operations import OPERATIONS, families
 
 
@@ -19,7 +19,7 @@ def test_every_family_belongs_to_an_operation() -> None:
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_every_family_has_a_loop_under_the_model(target: str) -> None:
     for name, family in families(target).items():
-        prediction = main_kernel(model_call(target, family.call, hbm_share=family.hbm_share)).full
+        prediction = main_launch(model_call(target, family.call, hbm_share=family.hbm_share)).full
         if prediction.flops == 0.0:
             continue  # an append to the cache only stores
         assert prediction.loop is not None, name

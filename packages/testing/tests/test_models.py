@@ -5,11 +5,21 @@ from __future__ import annotations
 import pytest
 
 from narrowkv.quant.accuracy import compare
-from narrowkv.testing import model_probe
+from narrowkv.testing import models
 from narrowkv.testing.cases import CaseError, parse_case
 from narrowkv.testing.checking import CaseResult
-from narrowkv.testing.model_probe import EXACT, REFUSED, WRONG, ModelTask, all_tasks, answer, tasks_of
-from narrowkv.testing.models import MODELS, RANKS, Need
+from narrowkv.testing.models import (
+    EXACT,
+    MODELS,
+    RANKS,
+    REFUSED,
+    WRONG,
+    ModelTask,
+    Need,
+    all_tasks,
+    answer,
+    tasks_of,
+)
 from narrowkv.testing.operations import OPERATIONS
 
 MAY_BE_MISSING = {"candidate_topk"}  # operations that not every version has
@@ -28,7 +38,7 @@ def test_the_rows_name_models_once_and_say_where_their_sizes_are_public() -> Non
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_every_call_is_a_case_with_the_heads_of_a_rank(model: model_probe.Model) -> None:
+def test_every_call_is_a_case_with_the_heads_of_a_rank(model: models.Model) -> None:
     for need in model.needs:
         for ranks in RANKS:
             line = need.line(ranks)
@@ -82,12 +92,12 @@ def test_a_call_is_exact_refused_or_wrong(monkeypatch: pytest.MonkeyPatch) -> No
 
         return CaseResult("", compare(torch.ones(2), torch.zeros(2)), 0.0, False, "far off")
 
-    monkeypatch.setattr(model_probe, "run_case", off)
+    monkeypatch.setattr(models, "run_case", off)
     assert answer(SMALL).status == WRONG
     assert answer(SMALL).detail == "far off"
 
     def broken(*_: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(model_probe, "run_case", broken)
-    assert answer(SMALL) == model_probe.ModelAnswer(WRONG, "RuntimeError: a defect")
+    monkeypatch.setattr(models, "run_case", broken)
+    assert answer(SMALL) == models.ModelAnswer(WRONG, "RuntimeError: a defect")

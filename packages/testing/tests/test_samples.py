@@ -15,7 +15,7 @@ from narrowkv.attn_decode import merge_states
 from narrowkv.paged_cache import PagedKVCache, append, append_reference
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.targets import get_target
-from narrowkv.testing import model, samples
+from narrowkv.testing import model, operations
 from narrowkv.testing.cases import parse_case, prefill
 from narrowkv.testing.cases.decode import DecodeCase
 from narrowkv.testing.cases.indexer import IndexCase
@@ -23,8 +23,7 @@ from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.checking import check_sample
 from narrowkv.testing.emulation import EmulateExecutor
-from narrowkv.testing.operations import OPERATIONS, families
-from narrowkv.testing.samples import a_few, sample
+from narrowkv.testing.operations import OPERATIONS, a_few, families, sample
 from narrowkv.testing.workgroups import SampledLaunch, corners
 
 
@@ -159,8 +158,8 @@ def test_every_kernel_has_a_sample() -> None:
         calls += [lambda case=case: case.inputs().call() for case in OTHERS]
         calls.append(next(case for case in prefill.shipped(target) if case.kernel == "dense").inputs().call)
         reached |= launched(target, calls)
-    assert reached >= set(samples.listed()) - {"_merge_states_kernel"}
-    assert kernels_of_the_sources() >= {*samples.listed(), *model._RUN_WHOLE}
+    assert reached >= set(operations.listed()) - {"_merge_states_kernel"}
+    assert kernels_of_the_sources() >= {*operations.listed(), *model._RUN_WHOLE}
 
 
 @pytest.mark.slow

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from narrowkv.runtime.launch import BoundLaunch, executing
-from narrowkv.testing import masked_loads, stack
+from narrowkv.testing import masked_loads
 from narrowkv.testing.emulation import EmulateExecutor
+from narrowkv.testing.machine import known_faults, rocm_version
 from narrowkv.testing.masked_loads import masked_load_errors
-from narrowkv.testing.stack import known_faults, rocm_version
 
-GRAPHS, CAPTURE = (fault.source for fault in stack.KNOWN_FAULTS)
+GRAPHS, CAPTURE = (fault["source"] for fault in known_faults((7, 2)))
 
 
 @pytest.mark.parametrize(

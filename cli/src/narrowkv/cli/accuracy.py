@@ -11,11 +11,10 @@ from typing import Any
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.testing.accuracy.evaluate import Score, Statistics, collect, frontier, measure, statistics_of
-from narrowkv.testing.accuracy.models import LanguageModel, load_model
-from narrowkv.testing.accuracy.recipes import REFERENCE, find_recipes
+from narrowkv.testing.accuracy.models import LanguageModel, TinySizes, load_model, train_tiny
 from narrowkv.testing.accuracy.texts import calibration_text, evaluation_text
-from narrowkv.testing.accuracy.tiny_lm import TinySizes, train_tiny
 from narrowkv.testing.machine import versions
+from narrowkv.testing.recipes import REFERENCE, find_recipes
 
 # Bound on KL between 16-bit kernels and the same attention in float32, in a model that computes in bf16.
 _BOUND = 0.02

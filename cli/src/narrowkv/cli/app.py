@@ -7,12 +7,8 @@ from typing import Annotated
 
 import typer
 
-from narrowkv.cli.app_accuracy import accuracy
-from narrowkv.cli.app_bench import bench_commands
-from narrowkv.cli.app_inspect import inspect_commands
-from narrowkv.cli.app_validate import validate_commands
-from narrowkv.cli.command_line import Commands, command
-from narrowkv.cli.names import cache_formats, choices, one_of
+from narrowkv.cli.app_operations import add_operations
+from narrowkv.cli.command_line import Commands, MeasureByDefault, command
 from narrowkv.cli.options import (
     BOTH,
     Count,
@@ -24,17 +20,21 @@ from narrowkv.cli.options import (
     Query,
     Targets,
     amd_targets,
+    cache_formats,
+    choices,
     heads_of,
     listed,
     numbers,
+    one_of,
     starting_with,
 )
 from narrowkv.cli.options import jobs as number_of
-from narrowkv.cli.report import ExitCode, Report, UsageError, version
+from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable, version
 from narrowkv.testing.operations import contract_sets
 from narrowkv.testing.traffic import Heads as ModelHeads
 from narrowkv.testing.tune import TUNED_FAMILIES, TUNED_MODELS, TuneSettings
 from narrowkv.testing.words import (
+    ACCURACY_RECIPES,
     AMD_TARGETS,
     CACHE_FORMATS,
     ENGINE_CACHES,
@@ -55,6 +55,7 @@ app = typer.Typer(
     "4 performance regression, 130 interrupted.",
 )
 engines = typer.Typer(no_args_is_help=True)
+accuracy = typer.Typer(cls=MeasureByDefault)
 
 
 def _version(wanted: bool) -> None:
@@ -148,22 +149,49 @@ def engines_try(
     return try_inside(report, name, model, caches, tokens)
 
 
-def add_operations(program: typer.Typer) -> None:
-    """Adds the groups whose commands are made from the registry of operations."""
-    program.add_typer(
-        validate_commands(),
-        name="validate",
-        help="Compare operations with their references, and cache formats with the tensors they store. "
-        "Without a command: decode.",
+@command(accuracy, "measure", title="accuracy", files=("out", "csv", "plot"))
+def accuracy_measure(
+    report: Report,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="smollm2, or a folder or name that transformers' from_pretrained takes."
+        ),
+    ] = "smollm2",
+    recipe: Annotated[str, listed("Recipes joined by commas; default all.", *ACCURACY_RECIPES)] = "",
+    tokens: Annotated[int, typer.Option(min=2, help="Of the text.")] = 1024,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 1024,
+    needles: Annotated[int, typer.Option(min=0, help="Sequences with a fact that is asked for.")] = 0,
+    save_calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the model's calibration, for NarrowCache (.npz)."),
+    ] = None,
+) -> ExitCode:
+    """Measure perplexity, KL per token against a 16-bit cache, agreement and retrieval with each recipe.
+
+    On a GPU through the kernels; on a CPU with the same bytes dequantised and attended in torch.
+    """
+    names = choices("--recipe", recipe, ACCURACY_RECIPES) if recipe else []
+    check_writable("--save-calibration", save_calibration)
+    from narrowkv.cli.accuracy import measure_model
+
+    return measure_model(
+        report, model, names, tokens=tokens, context=context, needles=needles, calibration=save_calibration
     )
-    program.add_typer(
-        bench_commands(), name="bench", help="Measure device time against ceilings of the same run."
-    )
-    program.add_typer(
-        inspect_commands(),
-        name="inspect",
-        help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
-    )
+
+
+@command(accuracy, "train-tiny", title="accuracy train-tiny", files=("out",))
+def accuracy_train_tiny(
+    report: Report,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the model goes.")],
+    steps: Annotated[int, typer.Option(min=1, help="Of the training.")] = 1500,
+    context: Annotated[int, typer.Option(min=128, help="Tokens (bytes) of a sequence.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+) -> ExitCode:
+    """Train a small model with grouped queries, RoPE and a long context on text that Python ships."""
+    from narrowkv.cli.accuracy import train
+
+    return train(report, folder, steps=steps, context=context, seed=seed)
 
 
 add_operations(app)
@@ -226,7 +254,7 @@ def env(
     ] = False,
 ) -> ExitCode:
     """Report versions, GPUs, settings and known faults of these versions, to paste into a bug report."""
-    from narrowkv.cli.environment import report_environment
+    from narrowkv.cli.machine import report_environment
 
     return report_environment(report, probe)
 
@@ -242,7 +270,7 @@ def report_machine(
 
     On an Instinct GPU with the timing model's prediction of each row; without a GPU as a rehearsal.
     """
-    from narrowkv.cli.machine_report import write_report
+    from narrowkv.cli.machine import write_report
 
     return write_report(report, folder=folder, minutes=minutes, quick=quick)
 

@@ -9,17 +9,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
+from narrowkv.cli.running import check_amd_backend, run_all
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.cli.workers import run_all
 from narrowkv.testing.backends import PEERS
-from narrowkv.testing.bench.baseline import changes, load_baseline, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.testing.bench.columns import Columns, Record, ratio_of
+from narrowkv.testing.bench.comparison import KEYS, changes, load_baseline, regressions
 from narrowkv.testing.bench.host import measure_host
-from narrowkv.testing.bench.measure import Bench, Row
-from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
+from narrowkv.testing.bench.measure import (
+    Bench,
+    Columns,
+    ModelCall,
+    ModelRow,
+    Record,
+    Row,
+    model_row,
+    ratio_of,
+)
 from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
 from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
 from narrowkv.testing.machine import gpus, versions
@@ -68,10 +74,8 @@ def bench(
     else:
         report.say(f"{place} has no device times: the answers are checked, and nothing is timed.")
         report.refuse("to a virtual GPU, which has no device times", "plot", "against")
-    rows: list[Row] = []
-    ceilings, interrupted = _measure(
-        bench, shapes, report, timer, {**(settings or {}), "samples": samples}, rows
-    )
+    settings = {**(settings or {}), "samples": samples}
+    rows, ceilings, interrupted = _measure(bench, shapes, report, timer, settings)
     records = [row.as_dict() for row in rows]
     if ceilings is not None:
         report.say(f"{place}; measured ceilings: {ceilings}")
@@ -110,21 +114,16 @@ def bench_traffic(steps: Sequence[LayerStep], report: Report, *, samples: int, c
     """
     has_gpu = torch.cuda.is_available()
     device = "cuda" if has_gpu else "cpu"
-    peers = {backend.name: backend for backend in PEERS if backend.absent(has_gpu) is None}
+    peers = [peer for peer in PEERS if peer.absent(has_gpu) is None]
     chosen = ChoicesBench(device=device) if choices else TrafficBench(peers, device)
     if has_gpu:
         return bench(chosen, steps, report, samples=samples)
     report.say("There is no GPU: a rehearsal of smaller steps, whose answers are checked. Nothing is timed.")
     report.refuse("to a rehearsal", "plot")
-    rows: list[Row] = []
-
-    def take(step: LayerStep, found: tuple[Row, ...]) -> str:
-        rows.extend(found)
-        return str(step)
-
-    interrupted = run_all(
-        report, rehearsals(steps), chosen.rehearse, tuple[Row, ...], take, what="rehearsing"
+    done, interrupted = run_all(
+        report, rehearsals(steps), chosen.rehearse, tuple[Row, ...], what="rehearsing"
     )
+    rows = [row for _, found in done for row in found]
     sheet = Sheet([*keys("model", "traffic", "format", "call", "choice"), *numbers("rel. L1"), Column("")])
     records = [row.as_dict() for row in rows]
     for row in records:
@@ -138,35 +137,29 @@ def bench_traffic(steps: Sequence[LayerStep], report: Report, *, samples: int, c
 
 
 def _measure(
-    bench: Bench[Shape], shapes: Sequence[Shape], report: Report, timer: GraphTimer | None, settings: Record,
-    rows: list[Row],
-) -> tuple[Ceilings | None, bool]:  # fmt: skip
-    """Adds the rows of every shape, checked only without a timer.
+    bench: Bench[Shape], shapes: Sequence[Shape], report: Report, timer: GraphTimer | None, settings: Record
+) -> tuple[list[Row], Ceilings | None, bool]:
+    """Measures every shape; without a timer the answers are checked only.
 
     Returns:
-        The ceilings, if there is a timer, and whether Ctrl-C ended it.
+        The rows; the ceilings, if there is a timer; and whether Ctrl-C ended it.
     """
     try:
         ceilings = None if timer is None else measure_ceilings(timer)
     except KeyboardInterrupt:
-        return None, True
+        return [], None, True
 
     def work(shape: Shape) -> tuple[Row, ...]:
         if timer is None or ceilings is None:
             return bench.rehearse(shape)
         return bench.measure(shape, ceilings, timer)
 
-    def take(shape: Shape, found: tuple[Row, ...]) -> str:
-        rows.extend(found)
-        return str(shape)
-
-    interrupted = run_all(
-        report, shapes, work, tuple[Row, ...], take, what="measuring",
-        settings={"bench": bench.name, **settings},
-    )  # fmt: skip
+    done, interrupted = run_all(
+        report, shapes, work, tuple[Row, ...], what="measuring", settings={"bench": bench.name, **settings}
+    )
     if report.files.resume is not None:
         report.note("rows that --resume kept have the floor of the run that measured them")
-    return ceilings, interrupted
+    return [row for _, found in done for row in found], ceilings, interrupted
 
 
 def _baseline(path: Path) -> dict[str, Any]:
@@ -195,10 +188,10 @@ def _compare(
         )
     report.say(f"{len(found)} rows compared, {len(worse)} slower by more than {threshold:.0%}")
     for change in worse:
-        row = ", ".join(f"{name} {value}" for name, value in change.row.items())
-        report.say(f"[bold red]{change.by:+.1%}[/] x floor {change.before:.2f} -> {change.now:.2f}: {row}")
-    compared = [{**c.row, "before": c.before, "now": c.now, "change": c.by} for c in found]
-    return ExitCode.REGRESSION if worse else ExitCode.OK, compared
+        row = ", ".join(f"{name} {change[name]}" for name in KEYS)
+        before, now = change["before"], change["now"]
+        report.say(f"[bold red]{change['change']:+.1%}[/] x floor {before:.2f} -> {now:.2f}: {row}")
+    return ExitCode.REGRESSION if worse else ExitCode.OK, found
 
 
 def bench_modelled(
@@ -211,17 +204,15 @@ def bench_modelled(
     """
     check_amd_backend()
     report.refuse("to modelled times", "plot", "resume")
-    rows: list[ModelRow] = []
 
     def work(step: tuple[str, ModelCall]) -> ModelRow:
         return model_row(step[1], step[0])
 
-    def take(step: tuple[str, ModelCall], row: ModelRow) -> str:
-        rows.append(row)
-        return f"{row.target} {row.name}"
-
     steps = [(target, call) for target in targets for shape in shapes for call in bench.modelled(shape)]
-    interrupted = run_all(report, steps, work, ModelRow, take, what="modelling")
+    done, interrupted = run_all(
+        report, steps, work, ModelRow, what="modelling", said=lambda _, row: f"{row.target} {row.name}"
+    )
+    rows = [row for _, row in done]
     report.line("timing model, not a measurement")
     report.show(_model_sheet(rows))
     records = [asdict(row) for row in rows]
@@ -258,21 +249,19 @@ def bench_host(
             "Times are those of Python before the launch."
         )
     found = measure_host(samples, shapes, captures, context)
-    for row in found.rows:
+    for row in found["rows"]:
         planned = "planned  " if row.planned else "         "
         report.line(
             f"{row.operation:20} {planned} {number(row.host_us):>8} us   {number(row.ratio_to_add)} x add_"
         )
-    for name, count in found.kernels.items():
+    for name, count in found["kernels"].items():
         report.line(f"{name:20} {count} kernels over {shapes} random shapes")
-    if sizes := list(found.workspace_bytes.values()):
+    if sizes := list(found["workspace_bytes"].values()):
         report.line(
             f"workspace of {len(sizes)} capture sizes at {context} tokens: {max(sizes)} bytes shared, "
             f"{sum(sizes)} if each has its own"
         )
-    return report.finish(
-        {**asdict(found), "kernels": {"random_shapes": shapes, **found.kernels}}, ExitCode.OK
-    )
+    return report.finish({**found, "kernels": {"random_shapes": shapes, **found["kernels"]}}, ExitCode.OK)
 
 
 def bench_table(columns: Columns, records: Sequence[Record]) -> Sheet:

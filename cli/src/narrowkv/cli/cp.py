@@ -10,8 +10,7 @@ import torch
 from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.context_parallel.ranks import run_ranks
-from narrowkv.testing.bench.context_parallel import Measured, Setting, measure_ranks
-from narrowkv.testing.bench.context_parallel_model import LINKS, predict
+from narrowkv.testing.bench.context_parallel import LINKS, Measured, Setting, measure_ranks, predict
 from narrowkv.testing.cases.context_parallel import CASES, Checked, check_cases
 from narrowkv.testing.records import number
 

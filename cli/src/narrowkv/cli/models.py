@@ -6,22 +6,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report, own_command
+from narrowkv.cli.running import find_places, run_all
 from narrowkv.cli.sheet import Sheet, keys, numbers
-from narrowkv.cli.workers import run_all
 from narrowkv.testing.machine import versions
-from narrowkv.testing.model_probe import (
+from narrowkv.testing.models import (
     EXACT,
+    MODELS,
+    RANKS,
     REFUSED,
     WRONG,
+    Model,
     ModelAnswer,
     ModelTask,
+    Need,
     all_tasks,
     answer,
     tasks_of,
 )
-from narrowkv.testing.models import MODELS, RANKS, Model, Need
 from narrowkv.testing.places import Place
 
 _ORDER = (EXACT, REFUSED, WRONG)  # from the best to the worst
@@ -86,15 +88,12 @@ def probe_models(report: Report, *, on: Sequence[str] | None, jobs: int, full: b
     answers = Answers(tuple(find_places(on)))
     gpu = {place.name for place in answers.places if place.is_gpu}
 
-    def take(task: ModelTask, found: ModelAnswer) -> str:
-        answers.found[task] = found
-        return f"{task.operation} {task.line}"
-
     tasks = [task for place in answers.places for task in all_tasks(MODELS, place.name)]
-    interrupted = run_all(
-        report, tasks, answer, ModelAnswer, take, jobs=jobs, what="probing",
-        on_gpu=lambda task: task.place in gpu,
+    done, interrupted = run_all(
+        report, tasks, answer, ModelAnswer, what="probing", jobs=jobs,
+        said=lambda task, _: f"{task.operation} {task.line}", on_gpu=lambda task: task.place in gpu,
     )  # fmt: skip
+    answers.found.update(done)
     if full:
         report.show(_calls(answers))
     report.say("Calls of a rank that are exact here, of those that the model's attention makes:")

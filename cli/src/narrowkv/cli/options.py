@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from narrowkv.cli.names import cache_formats, choices, one_of
 from narrowkv.cli.report import UsageError
-from narrowkv.testing.words import AMD_TARGETS, CACHE_FORMATS, PLACES, QUERY_DTYPES
+from narrowkv.testing.cases import unknown
+from narrowkv.testing.words import AMD_TARGETS, CACHE_FORMATS, FP4, PLACES, QUERY_DTYPES, SCALE_GROUPS
 
 
 def starting_with(*known: str) -> Callable[[str], list[str]]:
@@ -182,3 +182,79 @@ def _read(f: Any, kind: Any, value: Any) -> Any:
     elif said["words"] and value:
         one_of(name, value, said["words"])
     return value
+
+
+def one_of(what: str, got: str, known: Sequence[str]) -> str:
+    """`got`, if it is known.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if got not in known:
+        raise UsageError(str(unknown(what, got, known)))
+    return got
+
+
+def choices(option: str, text: str | Iterable[str], known: Sequence[str]) -> list[str]:
+    """The known names in a comma-separated text, or in several such texts, without duplicates.
+
+    Raises:
+        UsageError: a name is not known, or there is none.
+    """
+    texts = [text] if isinstance(text, str) else text
+    found = dict.fromkeys(name for part in texts for name in part.split(","))
+    return [one_of(option, name, known) for name in found]
+
+
+def _check_cache(text: str) -> None:
+    """Checks a cache format: "K" or "K/V", with FP4 also ":CHANNELS", ":e4m3" or ":CHANNELS+e4m3" for scales.
+
+    Raises:
+        UsageError: an unknown format, or scales that no FP4 cache has.
+    """
+    formats, colon, scales = text.partition(":")
+    k, slash, v = formats.partition("/")
+    k, v = one_of("K's format", k, CACHE_FORMATS), v if slash else k
+    one_of("V's format", v, CACHE_FORMATS)
+    if not colon:
+        return
+    groups = list(map(str, SCALE_GROUPS))
+    if scales not in [*groups, "e4m3", *(f"{group}+e4m3" for group in groups)]:
+        raise UsageError(
+            "FP4 has one scale a head or, after a colon, one per "
+            f"{' or '.join(groups)} channels; e4m3 or {groups[0]}+e4m3 stores it so; got {scales!r}"
+        )
+    if FP4 not in (k, v):
+        raise UsageError(f"only FP4 has scales {scales}; got {formats}")
+
+
+def cache_formats(option: str, text: str) -> list[str]:
+    """Cache formats joined by commas.
+
+    Raises:
+        UsageError: one is none, or there is none.
+    """
+    found = text.split(",")
+    for name in found:
+        _check_format(option, name)
+    return found
+
+
+def _check_format(option: str, name: str) -> None:
+    try:
+        _check_cache(name)
+    except UsageError as error:
+        raise UsageError(f"{option} {name}: {error}") from None
+
+
+def check_case_formats(lines: Iterable[str]) -> None:
+    """Refuses a --case line with a misspelled format; the rest is checked after torch is imported.
+
+    Raises:
+        UsageError: naming the part.
+    """
+    for line in lines:
+        for part in line.split(","):
+            name, _, value = part.partition("=")
+            if name == "format":
+                _check_format("--case format", value)

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
-from narrowkv.cli.answer_table import record, show_full
-from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.screen import show_screen
+from narrowkv.cli.running import find_places, run_all
+from narrowkv.cli.screen import record, show_full, show_screen
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.cli.workers import run_all
-from narrowkv.testing.backends import OURS, PEERS, peer_version
+from narrowkv.testing.backends import OURS, PEERS
 from narrowkv.testing.contracts import ContractSet
 from narrowkv.testing.machine import versions
 from narrowkv.testing.operations import contract_sets
+from narrowkv.testing.plot import plot_answers
 from narrowkv.testing.probing import FAIL, PASS, Outcome, ProbeRun, Task, run_task
-from narrowkv.testing.result_plots import plot_answers
 
 
 def probe(
@@ -49,14 +47,15 @@ def probe(
     tasks = run.tasks(emulate=not on)
     gpu = {place.name for place in places if place.is_gpu}
 
-    def take(task: Task, outcome: Outcome) -> str:
-        run.add(tasks.index(task), outcome)
+    def said(task: Task, _: Outcome) -> str:
         return f"{task.contract.q} x {task.contract.cache}, page {task.contract.page_size}"
 
-    interrupted = run_all(
-        report, [*tasks.runs, *tasks.compiles], run_task, Outcome, take, jobs=jobs, what="probing",
+    done, interrupted = run_all(
+        report, list(tasks), run_task, Outcome, what="probing", said=said, jobs=jobs,
         on_gpu=lambda task: task.place in gpu,
     )  # fmt: skip
+    for task, outcome in done:
+        run.add(tasks[task], outcome)
     rows = list(run.rows())
     if full:
         show_full(report, rows)
@@ -72,7 +71,7 @@ def probe(
         "ran_on": "; ".join(place.description for place in places),
         "places": [place.name for place in places],
         "versions": versions(),
-        "backends": {b.name: {"absent": run.absent[b.name], "version": peer_version(b)} for b in PEERS},
+        "backends": {b.name: {"absent": run.absent[b.name], "version": b.version} for b in PEERS},
         "emulation": run.emulation(),
         "rows": rows,
     }

@@ -1,17 +1,32 @@
-"""The one screen of `probe`: a row for each contract, a column for each place, and figures below.
+"""What `probe` shows: one screen, and the long tables and CSV rows of `--full`.
 
-It has at most 40 lines of 80 columns, whatever the set and the terminal; `--full` has the rest.
+The screen has a row for each contract, a column for each place, and figures below: at most 40 lines of 80
+columns, whatever the set and the terminal; `--full` has the rest.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from narrowkv.cli.report import ExitCode, Report, own_command
-from narrowkv.cli.sheet import filled
+from narrowkv.cli.sheet import Column, Sheet, filled, keys, numbers
 from narrowkv.testing import probe_summary as summary
-from narrowkv.testing.probing import FAIL, INEXACT, NOT_RUN, PASS, SKIPPED, STATUSES, ProbeRun
+from narrowkv.testing.codegen import main_kernel
+from narrowkv.testing.probing import (
+    FAIL,
+    INEXACT,
+    NOT_RUN,
+    PASS,
+    REFUSED,
+    SKIPPED,
+    STATUSES,
+    Answer,
+    ProbeRun,
+)
+from narrowkv.testing.records import number
+from narrowkv.testing.words import AMD_TARGETS
 
 LINES = 40
 WIDTH = 80
@@ -63,7 +78,7 @@ def _head(seen: ProbeRun, width: int) -> Iterator[Line]:
 
 def _matrix(seen: ProbeRun, width: int) -> Iterator[Line]:
     asked, parts = summary.columns(seen), summary.sections(seen.contracts.contracts)
-    labels = max(len(row.cache) for rows in parts.values() for row in rows)
+    labels = max(len(cache) for rows in parts.values() for cache, _ in rows)
     cells = {
         (row, column): summary.cell(seen, row, column)
         for rows in parts.values()
@@ -101,7 +116,7 @@ def _matrix(seen: ProbeRun, width: int) -> Iterator[Line]:
                     f"{'':{_CELL_GAP}}{cell:{widths[c]}}" for (cell, _), c in zip(found, band, strict=True)
                 )
                 worst = max((status for _, status in found), key=STATUSES.index)
-                yield f"{row.cache:{labels}}{text}".rstrip(), _STYLES.get(worst, "yellow")
+                yield f"{row[0]:{labels}}{text}".rstrip(), _STYLES.get(worst, "yellow")
 
 
 def _tail(seen: ProbeRun, width: int) -> Iterator[Line]:
@@ -145,3 +160,63 @@ def _end(report: Report, seen: ProbeRun, code: ExitCode, *, full: bool) -> Itera
         )
     for index, line in enumerate([*([] if full else [f"{name} probe {chosen} --full"]), *rest]):
         yield f"{'' if index else 'next':{_LABEL}}{line}", "bold"
+
+
+_STYLES = {FAIL: "bold red", REFUSED: "yellow", SKIPPED: "dim", INEXACT: "magenta"}
+_CONTRACT = ("operation", "Q", "cache", "page")
+
+
+def _contract(row: Answer) -> tuple[object, ...]:
+    c = row.contract
+    return c.function, c.q, c.cache, c.page_size or "-"
+
+
+def show_full(report: Report, rows: Sequence[Answer]) -> None:
+    """Shows every answer, and the code of every contract; long reasons stand below, numbered."""
+    notes: dict[str, int] = {}
+    errors = ("rel. L1", "max", "bytes/token", "tokens/GiB", "us")
+    answers = Sheet([*keys(*_CONTRACT, "backend", "ran on"), *numbers(*errors), Column("verdict")])
+    figures = ("VGPR", "AGPR", "spilled", "scratch", "LDS", "waves/SIMD", "matrix", "issue/memory")
+    loop = Column("matrix instructions of the loop")
+    code = Sheet([*keys(*_CONTRACT, "target"), *numbers(*figures), loop])
+    for row in rows:
+        verdict = row.status
+        if row.detail and row.status != INEXACT:
+            verdict += f" [{notes.setdefault(row.detail, len(notes) + 1)}]"
+        elif row.status == INEXACT:
+            verdict = f"over {row.contract.bound:g}"
+        where = f"{row.place} emulated" if row.place in AMD_TARGETS else row.place
+        kv_bytes = row.kv_bytes_per_token
+        answers.add(
+            *_contract(row), row.backend, where if row.ran_on else "-",
+            *("-" if error is None else f"{error:.2e}" for error in (row.relative_l1, row.max_abs)),
+            number(kv_bytes, 5), number(2**30 / kv_bytes) if kv_bytes else "-",
+            number(row.time_us["median"]) if row.time_us else "-", verdict,
+            style=_STYLES.get(row.status, ""),
+        )  # fmt: skip
+        for target, compiled in row.compiled.items():
+            if not compiled.kernels:
+                code.add(*_contract(row), target, *"-" * 8, compiled.status, style="yellow")
+                continue
+            k = main_kernel(compiled.kernels)
+            mfma = ", ".join(f"{n} x {name.removeprefix('v_mfma_')}" for name, n in k.mfma.items())
+            code.add(
+                *_contract(row), target, k.vgprs, k.agprs, sum(each.spills for each in compiled.kernels),
+                max(each.scratch_bytes for each in compiled.kernels), k.lds_bytes, k.waves_per_simd,
+                f"{k.matrix_share:.0%}",
+                "-" if compiled.model is None else f"{compiled.model['issue_over_memory']:.2f}",
+                mfma or "none", style=_STYLES.get(compiled.status, ""),
+            )  # fmt: skip
+    report.show(answers)
+    for text, index in notes.items():
+        report.line(f"[{index}] {text}")
+    if code.rows:
+        report.say("\nmachine code; matrix and issue/memory are models of the hot loop, not measurements")
+        report.show(code)
+    report.say("")
+
+
+def record(row: Answer) -> dict[str, Any]:
+    """A CSV row."""
+    fields = {name: getattr(row, name) for name in row.__dataclass_fields__ if name != "compiled"}
+    return {name: value for name, value in fields.items() if value is not None}

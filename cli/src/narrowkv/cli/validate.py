@@ -11,10 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from narrowkv.cli.command_line import DecodeByDefault
 from narrowkv.cli.options import Where, jobs
-from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.running import find_places, run_all
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.testing import format_errors
 from narrowkv.testing.cases import Case
@@ -22,12 +21,12 @@ from narrowkv.testing.cases.decode import LSE_BOUND
 from narrowkv.testing.cases.sage import BOUND, PUBLISHED, SageCase, SageResult
 from narrowkv.testing.cases.sage import LSE_BOUND as SAGE_LSE_BOUND
 from narrowkv.testing.checking import CaseResult, CaseTask, run_task
-from narrowkv.testing.format_errors import SETS, Errors, ErrorTask, FormatError, Goal, InputSizes
+from narrowkv.testing.format_errors import SETS, Errors, FormatError, Goal, InputSizes
 from narrowkv.testing.machine import versions
 from narrowkv.testing.operation import OperationEntry
 from narrowkv.testing.places import Place, find_place
+from narrowkv.testing.plot import plot_cases, plot_recipes, plot_sage
 from narrowkv.testing.records import jsonable
-from narrowkv.testing.result_plots import plot_cases, plot_recipes, plot_sage
 
 Cases = Sequence[Case] | Callable[[Place], Sequence[Case]]
 _WORST_SHOWN = 5
@@ -106,13 +105,11 @@ def run_cases(cases: Cases, report: Report, where: Where, kind: type[Result]) ->
         for place in places
         for case in (cases(place) if callable(cases) else cases)
     ]
-    found: dict[CaseTask, Any] = {}
-
-    def take(task: CaseTask, result: CaseResult | SageResult) -> str:
-        found[task] = result
-        return "" if result.passed else f"failed: {task.case}"
-
-    interrupted = run_all(report, tasks, run_task, kind, take, jobs=jobs(where.jobs))
+    done, interrupted = run_all(
+        report, tasks, run_task, kind, what="validating", jobs=jobs(where.jobs),
+        said=lambda task, result: "" if result.passed else f"failed: {task.case}",
+    )  # fmt: skip
+    found = dict(done)
     results = [(task.case, found[task]) for task in tasks if task in found]
     return CasesRun(where, places, results, len(tasks), interrupted)
 
@@ -256,13 +253,11 @@ def validate_fp4(
     """
     place = find_place(on)
     tasks = format_errors.tasks(range(seeds), sizes, place.device)
-    found: dict[ErrorTask, Errors] = {}
-
-    def take(task: ErrorTask, errors: Errors) -> str:
-        found[task] = errors
-        return f"{task.inputs}, seed {task.seed}"
-
-    interrupted = run_all(report, tasks, format_errors.run_task, Errors, take, jobs=jobs, what="measuring")
+    done, interrupted = run_all(
+        report, tasks, format_errors.run_task, Errors, what="measuring", jobs=jobs,
+        said=lambda task, _: f"{task.inputs}, seed {task.seed}",
+    )  # fmt: skip
+    found = dict(done)
     measured = format_errors.mean_errors({task: found[task] for task in tasks if task in found})
     report.say("format error: attention on the stored cache against attention on the bf16 tensors, in fp32")
     report.say(f"{sizes}, mean of {seeds} seeds on {place.description}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-
-import torch
+from typing import Any
 
 from narrowkv.attn_prefill.warmup import model_kernels
 from narrowkv.cli.report import ExitCode, Report
@@ -14,19 +13,17 @@ from narrowkv.runtime.launch import cache_variables, warmup
 
 
 def run_warmup(
-    report: Report,
-    cache: PagedKVCache,
-    *,
-    num_qo_heads: int,
-    max_batch: int,
-    max_seq_len: int,
-    max_num_tokens: int,
-    max_q_len: int,
-    q_dtype: torch.dtype,
-    targets: tuple[str, ...],
-    jobs: int | None,
+    report: Report, cache: PagedKVCache, *, targets: tuple[str, ...], jobs: int | None, **calls: Any
 ) -> ExitCode:
-    """Compiles for each target, or for the GPU where none is named, and shows what was compiled."""
+    """Compiles for each target, or for the GPU where none is named, and shows what was compiled.
+
+    Args:
+        report: where it goes.
+        cache: of the model.
+        targets: AMD targets.
+        jobs: processes.
+        **calls: heads and sizes of the calls, as `model_kernels` takes them.
+    """
     import triton  # after narrowkv.runtime, which says what to do where there is none
 
     body = {}
@@ -35,12 +32,8 @@ def run_warmup(
         kernels = [
             kernel
             for clean in (False, True)
-            for kernel in model_kernels(
-                replace(cache, negative_zero_free=clean), num_qo_heads=num_qo_heads, max_batch=max_batch,
-                max_seq_len=max_seq_len, max_num_tokens=max_num_tokens, max_q_len=max_q_len,
-                q_dtype=q_dtype, target=target,
-            )
-        ]  # fmt: skip
+            for kernel in model_kernels(replace(cache, negative_zero_free=clean), target=target, **calls)
+        ]
         where = target or "the GPU"
         with report.progress(len(kernels), f"compiling for {where}") as line:
             found = warmup(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from typing import Any, Protocol
@@ -45,72 +46,70 @@ class Paged(Protocol):
         """Keyword arguments of the operation."""
 
 
-class NotAnsweringError(Exception):
+class NotAnsweringError(UnsupportedError):
     """The tensors of a call have no form that the backend takes."""
 
 
-class Backend(Protocol):
-    """One implementation."""
+@dataclass(frozen=True)
+class Backend:
+    """One implementation.
+
+    Attributes:
+        name: for people.
+        prepare: does the host's work of a call's operation once; peers are asked about decode alone. The call
+            that comes back gives `o` and can be captured in a graph. Raises whatever the backend raises.
+        package: what must be installed, on a machine with a GPU; empty for an implementation that is here.
+        distributions: the names by which its version is found.
+    """
 
     name: str
+    prepare: Callable[[Any], Call]
+    package: str = ""
+    distributions: tuple[str, ...] = ()
 
     def absent(self, on_gpu: bool) -> str | None:
         """Why it cannot run at all, or None; `on_gpu`: whether tensors are on a GPU."""
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return "not installed"
+        return "installed, but needs a GPU" if self.package and not on_gpu else None
 
-    def prepare(self, inputs: Any) -> Call:
-        """Does the host's work of the call's operation once; peers are asked about decode alone.
-
-        The call that comes back gives `o` and can be captured in a graph. Raises whatever the backend raises.
-        """
-
-
-class Narrowkv:
-    """This project's own operations."""
-
-    name = "narrowkv"
-
-    def absent(self, on_gpu: bool) -> str | None:
-        """Never."""
+    @property
+    def version(self) -> str | None:
+        """The installed version of its distribution, if it has one."""
+        for name in self.distributions:
+            try:
+                return metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
         return None
 
-    def prepare(self, inputs: Any) -> Call:
-        """The case's operation."""
-        prepared: Call = inputs.prepare()
-        return prepared
 
+def _torch_sdpa(inputs: Paged) -> Call:
+    """`torch.nn.functional.scaled_dot_product_attention` on the cache expanded to the query's dtype.
 
-class TorchSdpa:
-    """`torch.nn.functional.scaled_dot_product_attention` on the cache expanded to the query's dtype."""
+    Every sequence is gathered and widened beforehand; the call only attends, over dense keys in q's dtype.
+    """
+    q, table = inputs.q, inputs.table
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise NotAnsweringError("is asked with 16-bit queries only")
+    counts = _query_counts(inputs)
+    # [heads, tokens, head_dim]
+    sides = [
+        [x.to(q.dtype).transpose(0, 1) for x in inputs.cache.gather(table, seq)]
+        for seq in range(table.batch_size)
+    ]
+    rows = [part.transpose(0, 1) for part in torch.split(q, counts)]
+    triples = [(x, k, v) for x, (k, v) in zip(rows, sides, strict=True) if x.shape[1]]
+    if len({(x.shape, k.shape) for x, k, _ in triples}) == 1:  # sequences of one length are one call
+        parts = [tuple(map(torch.stack, zip(*triples, strict=True)))]
+    else:
+        parts = [tuple(x[None] for x in triple) for triple in triples]
 
-    name = "torch sdpa"
+    def attend() -> torch.Tensor:
+        found = [sdpa(*part).transpose(1, 2).flatten(0, 1) for part in parts]  # [tokens, heads, head_dim]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
-    def absent(self, on_gpu: bool) -> str | None:
-        """Never."""
-        return None
-
-    def prepare(self, inputs: Paged) -> Call:
-        """Gathers and widens every sequence; the call only attends, over dense keys in q's dtype."""
-        q, table = inputs.q, inputs.table
-        if q.dtype not in (torch.bfloat16, torch.float16):
-            raise NotAnsweringError("is asked with 16-bit queries only")
-        counts = _query_counts(inputs)
-        # [heads, tokens, head_dim]
-        sides = [
-            [x.to(q.dtype).transpose(0, 1) for x in inputs.cache.gather(table, seq)]
-            for seq in range(table.batch_size)
-        ]
-        rows = [part.transpose(0, 1) for part in torch.split(q, counts)]
-        triples = [(x, k, v) for x, (k, v) in zip(rows, sides, strict=True) if x.shape[1]]
-        if len({(x.shape, k.shape) for x, k, _ in triples}) == 1:  # sequences of one length are one call
-            parts = [tuple(map(torch.stack, zip(*triples, strict=True)))]
-        else:
-            parts = [tuple(x[None] for x in triple) for triple in triples]
-
-        def attend() -> torch.Tensor:
-            found = [sdpa(*part).transpose(1, 2).flatten(0, 1) for part in parts]  # [tokens, heads, head_dim]
-            return found[0] if len(found) == 1 else torch.cat(found)
-
-        return attend
+    return attend
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -162,101 +161,64 @@ def q_descale_of(inputs: Paged) -> torch.Tensor:
     return torch.as_tensor(descale, dtype=torch.float32, device=inputs.q.device).view(-1)[:1]
 
 
-def _missing(package: str, on_gpu: bool) -> str | None:
-    if importlib.util.find_spec(package) is None:
-        return "not installed"
-    if not on_gpu:
-        return "installed, but needs a GPU"
-    return None
+def _aiter(inputs: Paged) -> Call:
+    """AITER's `paged_attention_ragged`, NHD pages: its entry for decode."""
+    cache, q = inputs.cache, inputs.q
+    if cache.format.k != cache.format.v:
+        raise NotAnsweringError("takes one format for K and V")
+    if len(set(_query_counts(inputs))) > 1:
+        raise NotAnsweringError("is asked with as many queries in every sequence only")
+    k_descale, v_descale = (torch.tensor([d], device=q.device) for d in _float_descales(inputs))
+    indptr, indices, last, longest = _ragged(inputs)
+    scale = cache.head_dim**-0.5
+    out = result_of(inputs)
+    partitions = -(-longest // _AITER_PARTITION)
+    slots = q.shape[0] * q.shape[1] * partitions
+    workspace = torch.empty(slots * (q.shape[2] * out.element_size() + 8), dtype=torch.uint8, device=q.device)
+    kind = {"fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3fnuz": "fp8_e4m3"}.get(cache.format.k, "auto")
+    queries: tuple[Any, ...] = ()
+    if q.element_size() == 1:  # all in FP8
+        queries = (1, q_descale_of(inputs))  # query tokens of a sequence, and the query's scale
+
+    def decode() -> torch.Tensor:
+        torch.ops.aiter.paged_attention_ragged(
+            out, workspace, q, cache.k, cache.v, scale, indptr, indices, last, cache.page_size,
+            partitions, None, kind, "NHD", 0.0, k_descale, v_descale, None, _AITER_PARTITION, *queries,
+        )  # fmt: skip
+        return out
+
+    return decode
 
 
-class Aiter:
-    """AITER's `paged_attention_ragged`, NHD pages."""
+def _flashinfer(inputs: Paged) -> Call:
+    """FlashInfer's batch decode and prefill wrappers with tensor cores, NHD pages; the call runs the plan."""
+    import flashinfer
 
-    name = "aiter"
-
-    def absent(self, on_gpu: bool) -> str | None:
-        """Not installed, or no GPU to run on."""
-        return _missing("aiter", on_gpu)
-
-    def prepare(self, inputs: Paged) -> Call:
-        """The entry for decode."""
-        cache, q = inputs.cache, inputs.q
-        if cache.format.k != cache.format.v:
-            raise NotAnsweringError("takes one format for K and V")
-        if len(set(_query_counts(inputs))) > 1:
-            raise NotAnsweringError("is asked with as many queries in every sequence only")
-        k_descale, v_descale = (torch.tensor([d], device=q.device) for d in _float_descales(inputs))
-        indptr, indices, last, longest = _ragged(inputs)
-        scale = cache.head_dim**-0.5
-        out = result_of(inputs)
-        partitions = -(-longest // _AITER_PARTITION)
-        slots = q.shape[0] * q.shape[1] * partitions
-        workspace = torch.empty(
-            slots * (q.shape[2] * out.element_size() + 8), dtype=torch.uint8, device=q.device
-        )
-        kind = {"fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3fnuz": "fp8_e4m3"}.get(cache.format.k, "auto")
-        queries: tuple[Any, ...] = ()
-        if q.element_size() == 1:  # all in FP8
-            queries = (1, q_descale_of(inputs))  # query tokens of a sequence, and the query's scale
-
-        def decode() -> torch.Tensor:
-            torch.ops.aiter.paged_attention_ragged(
-                out, workspace, q, cache.k, cache.v, scale, indptr, indices, last, cache.page_size,
-                partitions, None, kind, "NHD", 0.0, k_descale, v_descale, None, _AITER_PARTITION, *queries,
-            )  # fmt: skip
-            return out
-
-        return decode
+    cache, q = inputs.cache, inputs.q
+    if cache.format.k != cache.format.v:
+        raise NotAnsweringError("takes one format for K and V")
+    k_descale, v_descale = _float_descales(inputs)
+    indptr, indices, last, _ = _ragged(inputs)
+    workspace = torch.zeros(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+    heads = (q.shape[1], cache.num_kv_heads, cache.head_dim, cache.page_size)
+    kinds = {"q_data_type": q.dtype, "kv_data_type": cache.k.dtype}
+    counts = _query_counts(inputs)
+    wrapper: Any
+    if set(counts) == {1}:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(indptr, indices, last, *heads, **kinds)
+    else:
+        starts = torch.tensor([0, *counts]).cumsum(0).int().to(q.device)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(starts, indptr, indices, last, *heads, causal=True, **kinds)
+    return partial(wrapper.run, q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)
 
 
-class FlashInfer:
-    """FlashInfer's batch decode and prefill wrappers with tensor cores, NHD pages."""
+def _vllm(inputs: Paged) -> Call:
+    """VLLM's `unified_attention` in Triton, NHD pages; without scratch it does not split keys."""
+    from vllm.v1.attention.ops import triton_unified_attention as vllm
 
-    name = "flashinfer"
-
-    def absent(self, on_gpu: bool) -> str | None:
-        """Not installed, or no GPU to run on."""
-        return _missing("flashinfer", on_gpu)
-
-    def prepare(self, inputs: Paged) -> Call:
-        """Plans; the call runs the plan."""
-        import flashinfer
-
-        cache, q = inputs.cache, inputs.q
-        if cache.format.k != cache.format.v:
-            raise NotAnsweringError("takes one format for K and V")
-        k_descale, v_descale = _float_descales(inputs)
-        indptr, indices, last, _ = _ragged(inputs)
-        workspace = torch.zeros(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-        heads = (q.shape[1], cache.num_kv_heads, cache.head_dim, cache.page_size)
-        kinds = {"q_data_type": q.dtype, "kv_data_type": cache.k.dtype}
-        counts = _query_counts(inputs)
-        wrapper: Any
-        if set(counts) == {1}:
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-            wrapper.plan(indptr, indices, last, *heads, **kinds)
-        else:
-            starts = torch.tensor([0, *counts]).cumsum(0).int().to(q.device)
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-            wrapper.plan(starts, indptr, indices, last, *heads, causal=True, **kinds)
-        return partial(wrapper.run, q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)
-
-
-class VllmTriton:
-    """vLLM's `unified_attention` in Triton, NHD pages."""
-
-    name = "vllm triton"
-
-    def absent(self, on_gpu: bool) -> str | None:
-        """Not installed, or no GPU to run on."""
-        return _missing("vllm", on_gpu)
-
-    def prepare(self, inputs: Paged) -> Call:
-        """Its form for few sequences as well as many: without scratch it does not split keys."""
-        from vllm.v1.attention.ops import triton_unified_attention as vllm
-
-        return vllm_call(vllm.unified_attention, inputs)
+    return vllm_call(vllm.unified_attention, inputs)
 
 
 def vllm_call(attend: Any, inputs: Paged) -> Call:
@@ -287,20 +249,11 @@ def vllm_call(attend: Any, inputs: Paged) -> Call:
     return decode
 
 
-class SglangTriton:
-    """SGLang's `decode_attention_fwd` in Triton, over token slots."""
+def _sglang(inputs: Paged) -> Call:
+    """SGLang's `decode_attention_fwd` in Triton, over slots; keys are split as its backend does at most."""
+    from sglang.kernels.ops.attention import decode_attention as sglang
 
-    name = "sglang triton"
-
-    def absent(self, on_gpu: bool) -> str | None:
-        """Not installed, or no GPU to run on."""
-        return _missing("sglang", on_gpu)
-
-    def prepare(self, inputs: Paged) -> Call:
-        """Token slots from the pages; the keys are split as often as its backend splits them at most."""
-        from sglang.kernels.ops.attention import decode_attention as sglang
-
-        return sglang_call(sglang.decode_attention_fwd, inputs)
+    return sglang_call(sglang.decode_attention_fwd, inputs)
 
 
 def sglang_call(attend: Any, inputs: Paged) -> Call:
@@ -335,34 +288,11 @@ def sglang_call(attend: Any, inputs: Paged) -> Call:
     return decode
 
 
-OURS = Narrowkv()
-PEERS: tuple[Backend, ...] = (TorchSdpa(), Aiter(), FlashInfer(), VllmTriton(), SglangTriton())
-
-
-def peer_version(backend: Backend) -> str | None:
-    """The installed version of a peer's distribution, if it has one."""
-    names = {
-        "aiter": ("aiter", "amd-aiter"),
-        "flashinfer": ("flashinfer-python", "flashinfer"),
-        "sglang triton": ("sglang",),
-        "torch sdpa": ("torch",),
-        "vllm triton": ("vllm", "vllm-rocm"),
-    }
-    for name in names.get(backend.name, ()):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def prepare_or_refuse(backend: Backend, inputs: Any) -> Callable[[], torch.Tensor]:
-    """The backend's call of some inputs.
-
-    Raises:
-        UnsupportedError: it does not answer such calls.
-    """
-    try:
-        return backend.prepare(inputs)
-    except NotAnsweringError as error:
-        raise UnsupportedError(str(error)) from None
+OURS = Backend("narrowkv", lambda inputs: inputs.prepare())
+PEERS = (
+    Backend("torch sdpa", _torch_sdpa, distributions=("torch",)),
+    Backend("aiter", _aiter, "aiter", ("aiter", "amd-aiter")),
+    Backend("flashinfer", _flashinfer, "flashinfer", ("flashinfer-python", "flashinfer")),
+    Backend("vllm triton", _vllm, "vllm", ("vllm", "vllm-rocm")),
+    Backend("sglang triton", _sglang, "sglang", ("sglang",)),
+)

@@ -15,20 +15,13 @@ from narrowkv.quant.accuracy import ErrorReport, compare, max_abs, relative_l1
 from narrowkv.runtime.launch import executing
 from narrowkv.testing.cases import Case, Inputs, Results
 from narrowkv.testing.emulation import EmulatedLaunch, EmulateExecutor
-from narrowkv.testing.operations import cases_of
+from narrowkv.testing.operations import cases_of, sample
 from narrowkv.testing.places import find_place
-from narrowkv.testing.samples import sample
 
 __all__ = [
-    "CaseResult",
-    "CaseTask",
-    "Sample",
-    "SampleResult",
-    "check",
-    "check_sample",
-    "run_case",
+    "CaseResult", "CaseTask", "Sample", "SampleResult", "check", "check_sample", "reason_of", "run_case",
     "run_task",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -192,6 +185,12 @@ class CaseTask:
     detect_hazards: bool = False
 
 
+def reason_of(error: BaseException) -> str:
+    """The class of an error, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def run_task(task: CaseTask) -> Any:
     """Runs one case; what goes wrong, a race too, is its result, of the class that its check gives."""
     cases = cases_of(task.case)
@@ -199,8 +198,7 @@ def run_task(task: CaseTask) -> Any:
         place = find_place(task.place, detect_races=task.detect_races, detect_hazards=task.detect_hazards)
         return replace((cases.check or run_case)(task.case, place.device, place.context), place=task.place)
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        why = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        why = reason_of(error)
         if cases.failed is not None:
             return cases.failed(task.place, why)
         return CaseResult(str(task.case), None, math.nan, False, why, place=task.place)

@@ -1,17 +1,28 @@
-"""What a call compiles to for gfx942 and gfx950, in figures that fit in a table and in JSON."""
+"""What a call compiles to for gfx942 and gfx950, in figures that fit in a table and in JSON.
+
+Where `Cases.tile_bytes` is known there is a roofline of the loop, too. It counts what a few workgroups of the
+very artifact execute in the emulator; where that cannot be, it counts the text of the loop and says why.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from narrowkv.runtime.launch import compile_for
+from narrowkv.cdna_emulator import EmulatorError, Loop
+from narrowkv.runtime.launch import compile_for, executing
+from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
+from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing.cases import Case
-from narrowkv.testing.roofline import matrix_share
+from narrowkv.testing.emulation import EmulatedLaunch, EmulateExecutor
+from narrowkv.testing.operations import a_few, cases_of
+from narrowkv.testing.records import number
+from narrowkv.testing.roofline import Roofline, matrix_share, roofline
 
-if TYPE_CHECKING:
-    from narrowkv.runtime.launch.artifact import CompiledArtifact
+_WORKGROUPS = 8  # emulated for the counts
+_LOOP_COUNTS = ("valu", "transcendental", "converts", "lds", "vector_loads", "loaded_bytes_per_lane")
 
 
 @dataclass(frozen=True)
@@ -67,14 +78,7 @@ class KernelCode:
             waves_per_simd=artifact.waves_per_simd,
             spills_in_loops=artifact.spills_in_loops,
             mfma={name: n for name, n in loop.mnemonics.items() if name.startswith(("v_mfma", "v_smfmac"))},
-            loop={
-                "valu": loop.valu,
-                "transcendental": loop.transcendental,
-                "converts": loop.converts,
-                "lds": loop.lds,
-                "vector_loads": loop.vector_loads,
-                "loaded_bytes_per_lane": loop.loaded_bytes_per_lane,
-            },
+            loop={name: getattr(loop, name) for name in _LOOP_COUNTS},
             matrix_share=0.0 if figures is None else matrix_share(loop, figures),
         )
 
@@ -103,14 +107,6 @@ def compile_call(target: str, call: Callable[[], Any]) -> list[CompiledArtifact]
 def main_kernel(kernels: Sequence[KernelCode]) -> KernelCode:
     """The kernel with the matrix instructions, or the first."""
     return max(kernels, key=lambda kernel: sum(kernel.mfma.values()))
-
-
-@dataclass(frozen=True)
-class CodeTask:
-    """A case, and the target to compile it for."""
-
-    target: str
-    case: Case
 
 
 @dataclass(frozen=True)
@@ -146,3 +142,176 @@ def compile_case(case: Case, target: str) -> CallCode:
         with compile_for(target):
             plan = explain()
     return CallCode(target, tuple(map(KernelCode.of, artifacts)), plan)
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What the emulated workgroups of the attention kernel executed: means over workgroups.
+
+    Attributes:
+        workgroups: how many ran.
+        passes: passes through the hot loop.
+        wave_instructions: all instructions, of all waves.
+        loop_wave_instructions: those inside the hot loop.
+        loaded_bytes, stored_bytes: what lanes asked of vector memory, each lane counted.
+        lds_bytes: read and written.
+        loop: executed in one pass by one wave, by mnemonic.
+    """
+
+    workgroups: int
+    passes: float
+    wave_instructions: float
+    loop_wave_instructions: float
+    loaded_bytes: float
+    stored_bytes: float
+    lds_bytes: float
+    loop: dict[str, float]
+
+    def parts(self) -> list[str]:
+        """The counts in words."""
+        share = self.loop_wave_instructions / self.wave_instructions
+        return [
+            f"wave instructions {number(self.wave_instructions, 5)} ({share:.0%} in the loop)",
+            f"passes {number(self.passes)}",
+            f"bytes asked for {number(self.loaded_bytes, 6)}",
+            f"stored {number(self.stored_bytes, 6)}",
+            f"through LDS {number(self.lds_bytes, 6)}",
+        ]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One call compiled for one target.
+
+    Attributes:
+        target: the target.
+        case: the call.
+        plan: the configuration, in words.
+        kernels: every kernel of the call.
+        model: roofline of a pass through the attention kernel's hot loop; None if it has no loop.
+        model_refusal: why there is none.
+        whole_model: roofline of a whole workgroup, from its prologue to its stores; None without emulation.
+        counts: what the models count: "dynamic", executed instructions, or "static", the loop's text.
+        static_reason: why the counts are static.
+        emulated: the dynamic counts; None if they are static.
+        mnemonics: static counts of the hot loop.
+        assembly: of every kernel by name; only when asked for.
+    """
+
+    target: str
+    case: str
+    plan: str
+    kernels: tuple[KernelCode, ...]
+    model: Roofline | None
+    model_refusal: str
+    whole_model: Roofline | None
+    counts: str
+    static_reason: str
+    emulated: Emulated | None
+    mnemonics: dict[str, int]
+    assembly: dict[str, str] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields for a document; the assembly only if it was asked for."""
+        body = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if self.assembly is None:
+            del body["assembly"]
+        for name in ("model", "whole_model"):
+            body[name] = None if body[name] is None else body[name].as_dict()
+        return body
+
+
+def _run_a_few(
+    target: str, call: Callable[[], object]
+) -> tuple[list[CompiledArtifact], list[EmulatedLaunch], str]:
+    """Compiles every launch and emulates a few workgroups of each, or says why they could not be."""
+    executor = EmulateExecutor(target, workgroups=a_few(_WORKGROUPS))
+    try:
+        with executing(executor):
+            call()
+    except EmulatorError as error:
+        return compile_call(target, call), [], f"{type(error).__name__}: {error}"
+    return [run.artifact for run in executor.runs], executor.runs, ""
+
+
+def models(
+    run: EmulatedLaunch, loop: Loop, target: Target, bytes_per_pass: float
+) -> tuple[Roofline, Roofline, Emulated]:
+    """Models of one pass and of one workgroup, from what all waves of all emulated workgroups executed."""
+    counts, groups = run.result.counts, run.result.workgroups
+    passes = loop.passes / run.artifact.num_warps
+    kv_bytes = bytes_per_pass * passes
+    executed = {"loop": loop.mnemonics, "whole": run.result.profile.mnemonics}
+    # The counts are of all waves, so the model gets one wave here.
+    totals = {
+        name: InstructionMix(Counter({m: round(n) for m, n in mix.items()})) for name, mix in executed.items()
+    }
+    whole_bytes = kv_bytes + counts.vmem_bytes_stored
+    return (
+        roofline(totals["loop"], target, num_warps=1, hbm_bytes=kv_bytes).divided(passes),
+        roofline(totals["whole"], target, num_warps=1, hbm_bytes=whole_bytes).divided(groups),
+        Emulated(
+            workgroups=groups,
+            passes=passes / groups,
+            wave_instructions=counts.wave_instructions / groups,
+            loop_wave_instructions=sum(loop.mnemonics.values()) / groups,
+            loaded_bytes=counts.vmem_bytes_loaded / groups,
+            stored_bytes=counts.vmem_bytes_stored / groups,
+            lds_bytes=(counts.lds_bytes_read + counts.lds_bytes_written) / groups,
+            loop={name: n / loop.passes for name, n in loop.mnemonics.items()},
+        ),
+    )
+
+
+def loop_model(runs: Sequence[EmulatedLaunch], bytes_per_pass: float, target: str) -> dict[str, Any] | None:
+    """A roofline of the hot loop from what emulated workgroups executed; None if they passed none."""
+    main = max(runs, key=lambda run: run.artifact.loop.mfma)
+    if main.result.profile.hot_loop is None:
+        return None
+    model, _, _ = models(main, main.result.profile.hot_loop, get_target(target), bytes_per_pass)
+    return model.as_dict()
+
+
+def inspect_case(
+    case: Case, target: str, *, with_assembly: bool = False
+) -> tuple[Inspection, list[CompiledArtifact]]:
+    """Compiles a call for a target, emulates a few of its workgroups, and models its hot loop.
+
+    Raises:
+        ValueError, TypeError: what the operation says to a call that it does not take.
+    """
+    inputs, tile_bytes = case.inputs(), cases_of(case).tile_bytes
+    assert tile_bytes is not None
+    artifacts, runs, static_reason = _run_a_few(target, inputs.call)
+    main = max(artifacts, key=lambda a: a.loop.mfma)
+    bytes_per_pass, words = tile_bytes(inputs, target)
+    hardware = get_target(target)
+    model = whole = emulated = None
+    refusal = ""
+    try:
+        loop = next((run.result.profile.hot_loop for run in runs if run.artifact is main), None)
+        if loop is not None:
+            (run,) = (run for run in runs if run.artifact is main)
+            model, whole, emulated = models(run, loop, hardware, bytes_per_pass)
+        else:
+            static_reason = static_reason or "none of the emulated workgroups went through the loop"
+            model = roofline(main.loop, hardware, num_warps=main.num_warps, hbm_bytes=bytes_per_pass)
+    except ValueError as error:
+        refusal = str(error)
+    return (
+        Inspection(
+            target=target,
+            case=str(case),
+            plan=words,
+            kernels=tuple(KernelCode.of(a) for a in artifacts),
+            model=model,
+            model_refusal=refusal,
+            whole_model=whole,
+            counts="static" if emulated is None else "dynamic",
+            static_reason=static_reason,
+            emulated=emulated,
+            mnemonics=dict(main.loop.mnemonics.most_common()),
+            assembly={a.name: a.assembly for a in artifacts} if with_assembly else None,
+        ),
+        artifacts,
+    )

@@ -81,13 +81,9 @@ class EmulateExecutor:
         self._written: dict[int, np.ndarray[Any, np.dtype[np.bool_]]] = {}
 
     def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        constexprs: dict[str, Any],
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any],
         options: LaunchOptions,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Compiles the launch for the target and executes it on the tensors given, which are CPU tensors."""
         artifact = compile_launch(self.target, kernel, grid, args, constexprs, options)
         x, y, z = (*grid, 1, 1)[:3]

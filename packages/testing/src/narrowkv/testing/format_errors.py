@@ -7,27 +7,16 @@ gives back, against attention on the bf16 tensors that went in. The kernel error
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from narrowkv.quant.accuracy import relative_l1, rmse
-from narrowkv.quant.quantize import (
-    Quantized,
-    dequantize_per_group,
-    dequantize_per_tensor,
-    dequantize_per_token_head,
-    nvfp4_global_descale,
-    quantize_per_group,
-    quantize_per_tensor,
-    quantize_per_token_head,
-)
 from narrowkv.quant.transforms import KOffset, VScale, hadamard
+from narrowkv.testing.recipes import Recipe, StoredSide
 
-_E4M3 = "fp8_e4m3fn"
 _OUTLIERS = (12.0, -9.0, 7.0, -6.0, 5.0, -4.0)
 SETS = ("gaussian", "outlier")
 
@@ -81,128 +70,75 @@ def attention(x: AttentionInputs) -> torch.Tensor:
     return torch.softmax(logits, -1) @ x.v
 
 
-Store = Callable[[torch.Tensor], torch.Tensor]
 Kept = dict[tuple[Any, ...], torch.Tensor]
 
 
-def _per_tensor(x: torch.Tensor) -> torch.Tensor:
-    return dequantize_per_tensor(*quantize_per_tensor(x, _E4M3), format=_E4M3)
+def attend(recipe: Recipe, x: AttentionInputs, kept: Kept) -> torch.Tensor:
+    """Attention on what the cache gives back; `kept` has the sides that other recipes store alike.
 
-
-def _per_token(x: torch.Tensor) -> torch.Tensor:
-    rows = x.flatten(0, 1)[:, None]  # [tokens, 1 head, dim]
-    return dequantize_per_token_head(*quantize_per_token_head(rows, _E4M3), format=_E4M3)[:, 0].view_as(x)
-
-
-@cache
-def _e8m0(group: int, exponent: str) -> Store:
-    def store(x: torch.Tensor) -> torch.Tensor:
-        size = group or x.shape[-1]
-        return dequantize_per_group(*quantize_per_group(x, size, exponent=exponent), size)
-
-    return store
-
-
-def _nvfp4(x: torch.Tensor) -> torch.Tensor:
-    overall = nvfp4_global_descale(x)
-    stored: Quantized = quantize_per_group(x, 16, scale="e4m3", global_descale=overall)
-    return dequantize_per_group(*stored, 16, global_descale=overall)
-
-
-def _as_is(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-@dataclass(frozen=True)
-class StoredFormat:
-    """A way to store K and V.
-
-    Attributes:
-        name: what it is called in the table.
-        k, v: what the cache gives back for a side.
-        bits: of an element of K and V on average, scales included, at head_dim 128.
-        offset: K's mean is removed first; softmax does not see it.
-        balanced: V is divided by a scale per channel first, and the output multiplied by it.
-        rotated: q and K go through a Hadamard rotation first.
-        kernel: whether `paged_decode` reads it.
+    Before they are stored, K loses its mean of each sequence if `offset`, K and q are rotated if `rotated`,
+    and V is divided by a scale per channel if `balance_v`.
     """
-
-    name: str
-    k: Store
-    v: Store
-    bits: float
-    offset: bool = False
-    balanced: bool = False
-    rotated: bool = False
-    kernel: bool = True
-
-    def attend(self, x: AttentionInputs, kept: Kept) -> torch.Tensor:
-        """Attention on what the cache gives back; `kept` has the sides that other recipes store alike."""
-        k_key, v_key = (self.k, self.offset, self.rotated), (self.v, self.balanced)
-        if k_key not in kept:
-            kept[k_key] = self._stored_k(x.k)
-        if v_key not in kept:
-            kept[v_key] = self._stored_v(x.v)
-        return attention(AttentionInputs(hadamard(x.q) if self.rotated else x.q, kept[k_key], kept[v_key]))
-
-    def _stored_k(self, k: torch.Tensor) -> torch.Tensor:
-        if self.rotated:
-            k = hadamard(k)
-        if self.offset:
-            k = KOffset.from_keys(k[:, :, None]).subtract(k[:, :, None])[:, :, 0]
-        return self.k(k)
-
-    def _stored_v(self, v: torch.Tensor) -> torch.Tensor:
-        if not self.balanced:
-            return self.v(v)
-        scale = VScale.from_values(v[:, :, None])
-        return self.v(scale.divide(v[:, :, None])[:, :, 0]) * scale.scale[0]
+    k_key, v_key = (recipe.k, recipe.offset, recipe.rotated), (recipe.v, recipe.balance_v)
+    if k_key not in kept:
+        k = (hadamard(x.k) if recipe.rotated else x.k)[:, :, None]  # [batch, tokens, 1 head, dim]
+        kept[k_key] = _stored(recipe.k, KOffset.from_keys(k).subtract(k) if recipe.offset else k)
+    if v_key not in kept:
+        v = x.v[:, :, None]
+        scale = VScale.from_values(v) if recipe.balance_v else None
+        stored = _stored(recipe.v, v if scale is None else scale.divide(v))
+        kept[v_key] = stored if scale is None else stored * scale.scale[0]
+    return attention(AttentionInputs(hadamard(x.q) if recipe.rotated else x.q, kept[k_key], kept[v_key]))
 
 
-def _same(name: str, store: Store, bits: float, *, kernel: bool = True) -> StoredFormat:
-    return StoredFormat(name, store, store, bits, kernel=kernel)
+def _stored(side: StoredSide, x: torch.Tensor) -> torch.Tensor:
+    return side.store(x.flatten(0, 1)).view_as(x)[:, :, 0]
 
 
 MX_FLOOR = "FP4, a scale per 32, floor (OCP MX)"
 FP4_BEST = "FP4, a scale per 32, least squares, K offset, V balanced"
 K8V4_BEST = "K FP8, V FP4, a scale per head, K offset, V balanced"
 FP8_PLAIN, FP8_BEST = "FP8 per tensor", "FP8, K offset"
-_HEAD, _GROUP, _TOKEN = 4 + 8 / 128, 4 + 8 / 32, 8 + 32 / 128  # one byte a head, one per 32, one fp32 a head
-_FP8 = _same("FP8", _per_token, _TOKEN)
-_FP4_HEAD = _same("FP4, a scale per head, least squares", _e8m0(0, "mse"), _HEAD)
-_FP4_GROUP = _same("FP4, a scale per 32, least squares", _e8m0(32, "mse"), _GROUP)
-_K8V4 = StoredFormat("K FP8, V FP4, a scale per head", _per_token, _e8m0(0, "mse"), (_TOKEN + _HEAD) / 2)
+_HEAD, _GROUP = StoredSide("fp4_e2m1", "e8m0"), StoredSide("fp4_e2m1", "e8m0", 32)
+_NVFP4 = StoredSide("fp4_e2m1", "e4m3", 16)
+_BITS_HEAD_DIM = 128  # channels of a head, for the bits that an element takes with its share of the scales
+
+
+def _same(name: str, side: StoredSide, **changes: Any) -> Recipe:
+    """A recipe that stores K and V alike."""
+    return Recipe(name, side, side, **changes)
+
+
+_FP8 = _same("FP8", StoredSide("fp8_e4m3fn", "fp32"))
+_FP4_HEAD = _same("FP4, a scale per head, least squares", _HEAD)
+_FP4_GROUP = _same("FP4, a scale per 32, least squares", _GROUP)
+_K8V4 = Recipe("K FP8, V FP4, a scale per head", _FP8.k, _HEAD)
 RECIPES = (
-    _same("bf16", _as_is, 16),
-    _same(FP8_PLAIN, _per_tensor, 8),
+    _same("bf16", StoredSide()),
+    _same(FP8_PLAIN, StoredSide("fp8_e4m3fn", "fp32", -1)),
     _FP8,
     replace(_FP8, name=FP8_BEST, offset=True),
     _K8V4,
     replace(_K8V4, name="K FP8, V FP4, a scale per head, K offset", offset=True),
-    replace(_K8V4, name=K8V4_BEST, offset=True, balanced=True),
-    _same("FP4, a scale per head, floor", _e8m0(0, "floor"), _HEAD),
-    _same("FP4, a scale per head, ceil", _e8m0(0, "ceil"), _HEAD),
+    replace(_K8V4, name=K8V4_BEST, offset=True, balance_v=True),
+    _same("FP4, a scale per head, floor", replace(_HEAD, exponent="floor")),
+    _same("FP4, a scale per head, ceil", replace(_HEAD, exponent="ceil")),
     _FP4_HEAD,
-    replace(_FP4_HEAD, name="FP4, a scale per head, least squares, q and K rotated", rotated=True),
-    replace(_FP4_HEAD, name="FP4, a scale per head, least squares, K offset", offset=True),
-    replace(
-        _FP4_HEAD,
-        name="FP4, a scale per head, least squares, K offset, V balanced",
-        offset=True,
-        balanced=True,
-    ),
-    _same(MX_FLOOR, _e8m0(32, "floor"), _GROUP),
-    _same("FP4, a scale per 32, ceil", _e8m0(32, "ceil"), _GROUP),
+    replace(_FP4_HEAD, name=f"{_FP4_HEAD.name}, q and K rotated", rotated=True),
+    replace(_FP4_HEAD, name=f"{_FP4_HEAD.name}, K offset", offset=True),
+    replace(_FP4_HEAD, name=f"{_FP4_HEAD.name}, K offset, V balanced", offset=True, balance_v=True),
+    _same(MX_FLOOR, replace(_GROUP, exponent="floor")),
+    _same("FP4, a scale per 32, ceil", replace(_GROUP, exponent="ceil")),
     _FP4_GROUP,
-    replace(_FP4_GROUP, name="FP4, a scale per 32, least squares, K offset", offset=True),
-    replace(_FP4_GROUP, name=FP4_BEST, offset=True, balanced=True),
-    _same("NVFP4, an E4M3 scale per 16, 4 or 6", _nvfp4, 4.5, kernel=False),
+    replace(_FP4_GROUP, name=f"{_FP4_GROUP.name}, K offset", offset=True),
+    replace(_FP4_GROUP, name=FP4_BEST, offset=True, balance_v=True),
+    _same("NVFP4, an E4M3 scale per 16, 4 or 6", _NVFP4),
 )
 
 
 @dataclass(frozen=True)
 class FormatError:
-    """A recipe's mean errors over seeds, by input set."""
+    """A recipe's mean errors over seeds, by input set; `kernel`: whether `paged_decode` reads its cache."""
 
     recipe: str
     bits: float
@@ -253,7 +189,7 @@ def run_task(task: ErrorTask) -> Errors:
     x = make_inputs(task.inputs, task.sizes, task.seed, task.device)
     expected = attention(x)
     kept: Kept = {}
-    outputs = ((recipe.name, recipe.attend(x, kept)) for recipe in RECIPES)
+    outputs = ((recipe.name, attend(recipe, x, kept)) for recipe in RECIPES)
     return {name: (relative_l1(o, expected), rmse(o, expected)) for name, o in outputs}
 
 
@@ -264,7 +200,10 @@ def mean_errors(found: dict[ErrorTask, Errors]) -> list[FormatError]:
         measured = {name: [found[t][recipe][figure] for t in found if t.inputs == name] for name in SETS}
         return {name: statistics.mean(values) for name, values in measured.items() if values}
 
-    return [FormatError(r.name, r.bits, r.kernel, means(r.name, 0), means(r.name, 1)) for r in RECIPES]
+    return [
+        FormatError(r.name, r.bits(_BITS_HEAD_DIM), r.k != _NVFP4, means(r.name, 0), means(r.name, 1))
+        for r in RECIPES
+    ]
 
 
 def measure(seeds: Sequence[int], sizes: InputSizes, device: str) -> list[FormatError]:

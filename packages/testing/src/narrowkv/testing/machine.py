@@ -1,4 +1,4 @@
-"""What this machine and its installation are: for bug reports, and beside every result."""
+"""What this machine and its installation are, and known faults of the software below narrowkv on AMD."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from narrowkv.runtime.targets import device_target
-from narrowkv.testing.stack import known_faults, rocm_version
 
 _TRITON_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton")
 _LIBRARIES = ("numpy", "typer", "rich", "aiter", "amd-aiter", "flashinfer-python", "vllm", "matplotlib")
@@ -98,3 +97,50 @@ def describe() -> dict[str, Any]:
         "known_faults": known_faults(rocm_version()),
         "variables": dict(sorted(variables.items())),
     }
+
+
+def rocm_version(torch_version: str | None = None, hip: str | None = None) -> tuple[int, ...] | None:
+    """The version of ROCm that torch was built with: major, minor and, where the build's name has it, patch.
+
+    Args:
+        torch_version: `torch.__version__`; default that of this process.
+        hip: `torch.version.hip`, whose third number is not ROCm's; default that of this process.
+
+    Returns:
+        None if torch is not for ROCm, or its GPU is virtual.
+
+    Example:
+        >>> rocm_version("2.11.0+rocm7.2.1", "7.2.53211")
+        (7, 2, 1)
+        >>> rocm_version("2.13.0a0+gitabc", "7.14.26222-1a2b")
+        (7, 14)
+    """
+    version = torch.__version__ if torch_version is None else torch_version
+    hip = torch.version.hip if torch_version is None else hip
+    if not hip or hip.endswith("-virtual"):
+        return None
+    named = re.search(r"rocm(?:sdk)?(\d+)\.(\d+)(?:\.(\d+))?", version)
+    if named is None:
+        return tuple(int(part) for part in re.findall(r"\d+", hip)[:2])
+    return tuple(int(part) for part in named.groups() if part is not None)
+
+
+def known_faults(rocm: tuple[int, ...] | None) -> list[dict[str, str]]:
+    """Faults of a version of ROCm that others reported, as `narrowkv env` shows them; nothing for None.
+
+    That of masked loads has no range of versions: `narrowkv.testing.masked_loads`.
+    """
+    found = []
+    if rocm is not None and rocm[:2] == (7, 2) and (len(rocm) < 3 or rocm[2] <= 3):
+        found.append({
+            "said": "replays of HIP graphs may give wrong results, in about one process of five (ROCm 7.2.0 "
+            "to 7.2.3): compare replays with eager calls, or use another ROCm",
+            "source": "https://github.com/ROCm/clr/issues/279",
+        })  # fmt: skip
+    if rocm is not None and rocm < (7, 14):
+        found.append({
+            "said": "HIP reports no error for work that a graph cannot capture (before ROCm 7.14), and torch "
+            "looks for it in calls of its own only: compare the first replay of a graph with an eager call",
+            "source": "https://github.com/ROCm/pytorch/pull/3323",
+        })  # fmt: skip
+    return found

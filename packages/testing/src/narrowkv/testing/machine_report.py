@@ -58,10 +58,10 @@ def commands(target: str | None, *, quick: bool = False) -> list[str]:
     found = [f"probe {'batch-prefill' if quick else 'glm-gqa12'} --on {place}{own}{one}"] if target else []
     benches = {}
     for name, operation in OPERATIONS.items():
-        lines = operation.report
-        if cases := lines.cases if target else lines.cases[:1]:
+        if cases := operation.report_cases if target else operation.report_cases[:1]:
             found.append(f"validate {name} --on {place}{one} {' '.join(f'--case {case}' for case in cases)}")
-        if rows := lines.quick if quick else lines.measured if target else lines.rehearsed:
+        full = operation.report_measured if target else operation.report_rehearsed
+        if rows := operation.report_quick if quick else full:
             benches[name] = rows
     if target in AMD_TARGETS:
         found.append("env --probe")

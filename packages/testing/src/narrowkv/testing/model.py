@@ -25,9 +25,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
 from narrowkv.testing.emulation import EmulateExecutor
 
-__all__ = [
-    "ModelExecutor", "Modelled", "Scale", "main_kernel", "model_call", "model_peer", "waits",
-]  # fmt: skip
+__all__ = ["ModelExecutor", "Modelled", "Scale", "main_launch", "model_call", "model_peer", "waits"]
 
 # Kernels whose results later launches of the call use as addresses.
 _RUN_WHOLE = ("_widen_kernel", "_produce_kernel")
@@ -122,13 +120,9 @@ class ModelExecutor(EmulateExecutor):
         self.modelled: list[Modelled] = []
 
     def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        constexprs: dict[str, Any],
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any],
         options: LaunchOptions,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Models the launch."""
         artifact = compile_launch(self.target, kernel, grid, args, constexprs, options)
         x, y, z = (*grid, 1, 1)[:3]
@@ -201,8 +195,8 @@ def model_peer(path: Path) -> Modelled:
     return Modelled(name, prediction, prediction, 0.0, trace, trace.program.vgprs, 0)
 
 
-def main_kernel(modelled: Sequence[Modelled]) -> Modelled:
-    """The kernel with the most matrix flops."""
+def main_launch(modelled: Sequence[Modelled]) -> Modelled:
+    """The launch with the most matrix flops."""
     return max(modelled, key=lambda m: m.full.flops)
 
 

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from narrowkv.runtime.targets import Target
     from narrowkv.testing.cases import Case
 
-__all__ = [
-    "BenchEntry", "Cases", "Family", "InspectEntry", "OperationEntry", "ReportLines", "ValidateEntry",
-    "option",
-]  # fmt: skip
+__all__ = ["Cases", "Family", "OperationEntry", "option"]
 
 
 def option(
@@ -75,7 +72,7 @@ class Cases:
         failed: the result of a case that raised, from its place and message; goes with `check`.
         tile_bytes: of a case's inputs and a target: HBM bytes of a pass of the hot loop by one workgroup, and
             the plan in words.
-        one_shape: the cases of the options of `ValidateEntry.one_shape`, and a seed.
+        one_shape: the cases of the options of `OperationEntry.one_shape`, and a seed.
     """
 
     case: Any
@@ -100,74 +97,6 @@ class Cases:
         )
 
 
-@dataclass(frozen=True)
-class ValidateEntry:
-    """`narrowkv validate OPERATION`.
-
-    Attributes:
-        help: of the command.
-        seed: help of --seed; without one there is no such option.
-        one_shape: a dataclass whose fields are options that make the cases, instead of --case; the first of
-            them must be given for the others.
-    """
-
-    help: str
-    seed: str = ""
-    one_shape: Any = None
-
-
-@dataclass(frozen=True)
-class InspectEntry:
-    """`narrowkv inspect OPERATION`.
-
-    Attributes:
-        help: of the command.
-        call: a dataclass whose fields are the options of one call to compile; without it, every shipped
-            configuration is compiled.
-        module: whose function `case_of` makes a case of such options.
-        every_kernel: whether a table of shipped configurations shows all kernels of a call; otherwise the
-            attention kernel, and others with a fault.
-    """
-
-    help: str
-    call: Any = None
-    module: str = ""
-    every_kernel: bool = False
-
-
-@dataclass(frozen=True)
-class BenchEntry:
-    """`narrowkv bench OPERATION`.
-
-    Attributes:
-        help: of the command.
-        options: a dataclass whose fields are the options of the rows; one of them is `samples`.
-        module: whose function `make` gives, for such options, the bench, its rows, and settings that rows
-            depend on.
-    """
-
-    help: str
-    options: Any
-    module: str
-
-
-@dataclass(frozen=True)
-class ReportLines:
-    """What `narrowkv report` runs of an operation.
-
-    Attributes:
-        cases: the validated cases; a rehearsal without a GPU has the first.
-        measured: options of the main rows of the bench.
-        rehearsed: of the rows that are modelled without a GPU.
-        quick: of rows that only show whether everything runs.
-    """
-
-    cases: tuple[str, ...] = ()
-    measured: str = ""
-    rehearsed: str = ""
-    quick: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OperationEntry:
     """An entry of the registry: one operation, or several functions that share their cases.
@@ -182,14 +111,28 @@ class OperationEntry:
         hbm_share: share of the loaded bytes that HBM serves; see `narrowkv.testing.model.ModelExecutor`.
         is_paged: whether it reads a paged cache of K and V.
         has_peers: whether other implementations are asked its contracts.
-        validate, inspect, bench: its commands; None where it has none.
-        report: what `narrowkv report` runs of it.
+        validate: help of `narrowkv validate OPERATION`.
+        seed: help of the option --seed of `validate`; without one there is no such option.
+        one_shape: a dataclass whose fields are options of `validate` that make the cases, instead of --case;
+            the first of them must be given for the others.
+        inspect: help of `narrowkv inspect OPERATION`; empty where it has none.
+        inspect_call: a dataclass whose fields are the options of one call to compile; without it, every
+            shipped configuration is compiled.
+        every_kernel: whether a table of shipped configurations shows all kernels of a call; otherwise the
+            attention kernel, and others with a fault.
+        bench: help of `narrowkv bench OPERATION`; empty where it has none.
+        bench_rows: a dataclass whose fields are the options of the rows; one of them is `samples`.
+        bench_module: whose function `make` gives, for `bench_rows`, the bench, its rows, and settings that
+            rows depend on; and `case_of` a case of `inspect_call`.
+        report_cases: cases that `narrowkv report` validates; a rehearsal without a GPU has the first.
+        report_measured, report_rehearsed, report_quick: options of the rows of `bench` that `narrowkv report`
+            measures, that it models without a GPU, and that only show whether everything runs.
     """
 
     name: str
     functions: tuple[str, ...]
     module: str
-    validate: ValidateEntry
+    validate: str
     contracts: tuple[ContractSet, ...] = ()
     samples: Mapping[str, Callable[[SampledLaunch], Iterable[Workgroup]]] = field(
         default_factory=dict, hash=False
@@ -197,9 +140,18 @@ class OperationEntry:
     hbm_share: float = 1.0
     is_paged: bool = False
     has_peers: bool = False
-    inspect: InspectEntry | None = None
-    bench: BenchEntry | None = None
-    report: ReportLines = ReportLines()
+    seed: str = ""
+    one_shape: Any = None
+    inspect: str = ""
+    inspect_call: Any = None
+    every_kernel: bool = False
+    bench: str = ""
+    bench_rows: Any = None
+    bench_module: str = ""
+    report_cases: tuple[str, ...] = ()
+    report_measured: str = ""
+    report_rehearsed: str = ""
+    report_quick: str = ""
 
     @property
     def cases(self) -> Cases:

@@ -31,12 +31,8 @@ class BackendColumn:
     place: str
 
 
-@dataclass(frozen=True)
-class ContractRow:
-    """Contracts that differ in page size and 16-bit query alone; indices into the set."""
-
-    cache: str
-    indices: tuple[int, ...]
+ContractRow = tuple[str, tuple[int, ...]]
+"""A cache format, and indices into the set: contracts that differ in page size and 16-bit query alone."""
 
 
 def columns(seen: ProbeRun) -> list[BackendColumn]:
@@ -72,14 +68,15 @@ def sections(contracts: Sequence[Contract]) -> dict[str, list[ContractRow]]:
         title = f"{function}: Q {queries}"
         if any(sizes):
             title += f"; pages of {', '.join(map(str, sizes))} tokens"
-        found.setdefault(f"{title}; bound {bound:.1e}", []).append(ContractRow(cache, tuple(indices)))
+        found.setdefault(f"{title}; bound {bound:.1e}", []).append((cache, tuple(indices)))
     return found
 
 
 def cell(seen: ProbeRun, row: ContractRow, column: BackendColumn) -> tuple[str, str]:
     """A mark with the worst error, and the worst status."""
     statuses: list[str] = []
-    for index in row.indices:
+    _, indices = row
+    for index in indices:
         found = seen.statuses(index, column.backend, column.place)
         statuses += found or ([NOT_RUN] if column.backend == OURS.name else [])
     if not statuses:
@@ -88,7 +85,7 @@ def cell(seen: ProbeRun, row: ContractRow, column: BackendColumn) -> tuple[str, 
     if worst in _COUNTED:
         count = statuses.count(worst)
         return f"{worst} {count}/{len(statuses)}" if count < len(statuses) else worst, worst
-    answers = (seen.answers.get((i, column.backend, column.place)) for i in row.indices)
+    answers = (seen.answers.get((i, column.backend, column.place)) for i in indices)
     errors = [a.relative_l1 for a in answers if a is not None and a.relative_l1 is not None]
     mark = _MARKS[worst]
     if errors:

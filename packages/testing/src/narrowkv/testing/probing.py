@@ -12,14 +12,13 @@ import torch
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import OURS, PEERS, Backend, NotAnsweringError
 from narrowkv.testing.bench.timing import GraphTimer
-from narrowkv.testing.checking import Sample, check_sample
-from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call
+from narrowkv.testing.checking import Sample, check_sample, reason_of
+from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call, loop_model
 from narrowkv.testing.contracts import Contract, ContractSet, Shape
-from narrowkv.testing.inspection import loop_model
 from narrowkv.testing.operations import contract_case, operation_of
 from narrowkv.testing.places import AMD_TARGETS, Place, find_place
 
-__all__ = ["Answer", "Compiled", "Outcome", "ProbeRun", "ProbeTasks", "Task", "run_task"]
+__all__ = ["Answer", "Compiled", "Outcome", "ProbeRun", "Task", "run_task"]
 
 PASS, FAIL, REFUSED, SKIPPED, INEXACT = "pass", "fail", "refused", "skipped", "inexact"
 NOT_RUN = "not run"
@@ -79,12 +78,8 @@ class Answer:
     sample: Sample | None = None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a task found."""
-
-    answers: tuple[Answer, ...] = ()
-    compiled: Compiled | None = None
+Outcome = tuple[tuple[Answer, ...], Compiled | None]
+"""What a task found."""
 
 
 @dataclass(frozen=True)
@@ -106,41 +101,36 @@ class Task:
     emulate: bool = False
 
 
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def run_task(task: Task) -> Outcome:
     """Does one task; every outcome of the operations is a result, not an exception."""
     if task.place:
-        return Outcome(_run(task.contract, task.shape, find_place(task.place), task.peers))
+        return _run(task.contract, task.shape, find_place(task.place), task.peers), None
     return _compile(task.contract, task.shape, task.target, task.emulate)
 
 
 def _compile(contract: Contract, shape: Shape, target: str, emulate: bool) -> Outcome:
     if (missing := amd_backend_missing()) is not None:
-        return Outcome(compiled=Compiled(target, SKIPPED, missing))
+        return (), Compiled(target, SKIPPED, missing)
     try:
         # Compiled for a cache that narrowkv wrote itself, so known to hold no negative zero.
         inputs = contract_case(contract, shape, clean=True).inputs()
         artifacts = compile_call(target, lambda: OURS.prepare(inputs)())
     except Exception as error:
-        return Outcome(compiled=Compiled(target, FAIL, _reason(error)))
+        return (), Compiled(target, FAIL, reason_of(error))
     kernels = tuple(KernelCode.of(artifact) for artifact in artifacts)
     if not kernels:
-        return Outcome(compiled=Compiled(target, FAIL, "the call launched nothing"))
+        return (), Compiled(target, FAIL, "the call launched nothing")
     faults = [f"{k.name} spills {k.spills} registers" for k in kernels if k.spills]
     faults += [f"{k.name} spills in a loop" for k in kernels if k.spills_in_loops]
     faults += [f"{k.name} uses {k.scratch_bytes} bytes of scratch" for k in kernels if k.scratch_bytes]
     compiled = Compiled(target, FAIL if faults else PASS, "; ".join(faults), kernels)
     if not emulate:
-        return Outcome(compiled=compiled)
+        return (), compiled
     asked = (contract, OURS.name, target)
     try:
         found = check_sample(target, inputs, lambda: OURS.prepare(inputs)(), contract.bound)
     except Exception as error:  # it was compiled, so whatever it says now is a defect
-        return Outcome((Answer(*asked, FAIL, _reason(error)),), compiled)
+        return (Answer(*asked, FAIL, reason_of(error)),), compiled
     answer = Answer(
         *asked,
         FAIL if found.detail else PASS,
@@ -154,14 +144,14 @@ def _compile(contract: Contract, shape: Shape, target: str, emulate: bool) -> Ou
     # A roofline of the hot loop from the instructions that its sample executed.
     tile_bytes = operation_of(contract.operation).cases.tile_bytes
     model = None if tile_bytes is None else loop_model(found.runs, tile_bytes(inputs, target)[0], target)
-    return Outcome((answer,), replace(compiled, model=model))
+    return (answer,), replace(compiled, model=model)
 
 
 def _run(contract: Contract, shape: Shape, place: Place, peers: tuple[str, ...]) -> tuple[Answer, ...]:
     try:
         inputs = contract_case(contract, shape).inputs(place.device)
     except Exception as error:
-        return (Answer(contract, OURS.name, place.name, FAIL, _reason(error)),)
+        return (Answer(contract, OURS.name, place.name, FAIL, reason_of(error)),)
     expected, _ = inputs.reference()
     asked = peers if operation_of(contract.operation).has_peers else ()
     return tuple(
@@ -187,7 +177,7 @@ def _ask(backend: Backend, contract: Contract, inputs: Any, expected: torch.Tens
     except NotAnsweringError as error:
         return Answer(*asked, SKIPPED, str(error))
     except Exception as error:
-        return Answer(*asked, FAIL if ours else REFUSED, _reason(error), kv_bytes_per_token=kv_bytes)
+        return Answer(*asked, FAIL if ours else REFUSED, reason_of(error), kv_bytes_per_token=kv_bytes)
     report = compare(o, expected)
     good = report.passes(relative_l1=contract.bound)
     time_us = None
@@ -198,7 +188,7 @@ def _ask(backend: Backend, contract: Contract, inputs: Any, expected: torch.Tens
         except Exception as error:
             # A peer may not be capturable, and then has an error but no time; narrowkv promises that it is.
             if ours:
-                why = f"not capturable: {_reason(error)}"
+                why = f"not capturable: {reason_of(error)}"
                 return Answer(*asked, FAIL, why, place.description, report.relative_l1)
     return Answer(
         *asked,
@@ -210,22 +200,6 @@ def _ask(backend: Backend, contract: Contract, inputs: Any, expected: torch.Tens
         kv_bytes,
         time_us,
     )
-
-
-@dataclass(frozen=True)
-class ProbeTasks:
-    """The tasks of a probe, each with the index of its contract; a run's come before compilations.
-
-    Attributes:
-        runs, compiles: calls at places, and compilations for targets.
-    """
-
-    runs: dict[Task, int]
-    compiles: dict[Task, int]
-
-    def index(self, task: Task) -> int:
-        """The contract of a task."""
-        return (self.runs if task.place else self.compiles)[task]
 
 
 @dataclass
@@ -261,8 +235,11 @@ class ProbeRun:
         }
         return cls(contracts, places, targets, absent, jobs)
 
-    def tasks(self, *, emulate: bool) -> ProbeTasks:
-        """Every contract at every place and for every target; `emulate` runs samples of what is compiled."""
+    def tasks(self, *, emulate: bool) -> dict[Task, int]:
+        """Every contract, by its index, at every place, then for every target.
+
+        `emulate` runs samples of what is compiled.
+        """
         contracts, shape = self.contracts.contracts, self.contracts.shape
         at = next((place for place in self.places if not place.is_emulated), None)
         peers = tuple(name for name, reason in self.absent.items() if reason is None)
@@ -271,12 +248,11 @@ class ProbeRun:
             for place in self.places
             for index, contract in enumerate(contracts)
         }
-        compiles = {
+        return runs | {
             Task(contract, shape, target=target, emulate=emulate): index
             for index, contract in enumerate(contracts)
             for target in self.targets
         }
-        return ProbeTasks(runs, compiles)
 
     def emulation(self) -> dict[str, Any]:
         """Sums over the emulated samples; empty if there are none."""
@@ -289,10 +265,11 @@ class ProbeRun:
 
     def add(self, index: int, outcome: Outcome) -> None:
         """Takes what a task of the contract at `index` found."""
-        for answer in outcome.answers:
+        answers, compiled = outcome
+        for answer in answers:
             self.answers[index, answer.backend, answer.place] = answer
-        if outcome.compiled is not None:
-            self.compiled[index, outcome.compiled.target] = outcome.compiled
+        if compiled is not None:
+            self.compiled[index, compiled.target] = compiled
 
     def rows(self) -> Iterator[Answer]:
         """Answers in the set's order, backend by backend and place by place.

@@ -13,7 +13,7 @@ The figures are those of `narrowkv.runtime.targets`, with their sources.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch.artifact import InstructionMix
@@ -22,19 +22,13 @@ from narrowkv.runtime.targets import Figures, Target
 _LANES = 64
 _TRANSCENDENTAL = ("v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_")
 _INT_MULTIPLY = (
-    "v_mul_lo_u32",
-    "v_mul_hi_u32",
-    "v_mul_lo_i32",
-    "v_mul_hi_i32",
-    "v_mad_u64_u32",
-    "v_mad_i64_i32",
-)
+    "v_mul_lo_u32", "v_mul_hi_u32", "v_mul_lo_i32", "v_mul_hi_i32", "v_mad_u64_u32", "v_mad_i64_i32",
+)  # fmt: skip
 _MATRIX = ("v_mfma", "v_smfmac")
 _MFMA_SHAPE = re.compile(r"v_mfma(?:_scale)?_[a-z0-9]+_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?_?(\w*)")
 _LDS_WIDTH = re.compile(r"_(?:b|u|i)(\d+)")
-_FP32_MFMA_SHARE = (
-    8  # fp32 and xf32 matrix rates are an eighth of bf16's or better; none of our loops leans on them
-)
+# fp32 and xf32 matrix rates are an eighth of bf16's or better; none of our loops leans on them.
+_FP32_MFMA_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -90,18 +84,8 @@ class Roofline:
 
     def as_dict(self) -> dict[str, float | str]:
         """Fields and what follows from them, for JSON."""
-        return {
-            "label": self.label,
-            "bound_by": self.bound_by,
-            "resource": self.resource,
-            "issue_over_memory": self.issue_over_memory,
-            "memory_clk": self.memory_clk,
-            "valu_clk": self.valu_clk,
-            "mfma_clk": self.mfma_clk,
-            "lds_clk": self.lds_clk,
-            "hbm_bytes": self.hbm_bytes,
-            "mfma_flops": self.mfma_flops,
-        }
+        derived = {name: getattr(self, name) for name in ("bound_by", "resource", "issue_over_memory")}
+        return {**derived, **asdict(self)}
 
 
 def valu_clocks(loop: InstructionMix, figures: Figures) -> float:

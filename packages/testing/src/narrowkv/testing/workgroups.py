@@ -94,14 +94,12 @@ def prefill_programs(launch: SampledLaunch) -> Iterable[Workgroup]:
     Which programs share a tile follows from the lengths, which only the device knows. Programs without a
     share return at once, so running all of them costs little.
     """
-    constexprs = launch.constexprs
-    if not constexprs["RULES"].shares:
+    if not launch.constexprs["RULES"].shares:
         return splits_of_some_tiles(launch)
-    heads = constexprs["SIZES"].num_kv_heads
-    return ((i, 0, 0) for i in range(heads - 1, launch.grid[0], heads))
+    return last_kv_head(launch)
 
 
-def last_head_of_an_append(launch: SampledLaunch) -> Iterable[Workgroup]:
-    """Programs of the last KV head, of both kinds; they wait for one another at most."""
+def last_kv_head(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """All programs of the last KV head; an append's are of both kinds, and wait for one another at most."""
     heads = launch.constexprs["SIZES"].num_kv_heads
     return ((i, 0, 0) for i in range(heads - 1, launch.grid[0], heads))

@@ -5,19 +5,10 @@ GGUF files.
 """
 
 from narrowkv.testing.accuracy.evaluate import Score, measure
-from narrowkv.testing.accuracy.models import LanguageModel, load_model
-from narrowkv.testing.accuracy.recipes import RECIPES, Recipe, StoredSide, find_recipes
-from narrowkv.testing.accuracy.tiny_lm import TinySizes, train_tiny
+from narrowkv.testing.accuracy.models import LanguageModel, TinySizes, load_model, train_tiny
+from narrowkv.testing.recipes import RECIPES, Recipe, StoredSide, find_recipes
 
 __all__ = [
-    "RECIPES",
-    "LanguageModel",
-    "Recipe",
-    "Score",
-    "StoredSide",
-    "TinySizes",
-    "find_recipes",
-    "load_model",
-    "measure",
-    "train_tiny",
-]
+    "RECIPES", "LanguageModel", "Recipe", "Score", "StoredSide", "TinySizes", "find_recipes",
+    "load_model", "measure", "train_tiny",
+]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -13,21 +13,17 @@ import torch
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
-from narrowkv.testing.backends import PEER_BOUND, PEERS, Backend, prepare_or_refuse
-from narrowkv.testing.bench.columns import Columns
+from narrowkv.testing.backends import PEER_BOUND, PEERS, Backend
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
-from narrowkv.testing.bench.measure import Bench, Call
-from narrowkv.testing.bench.modelled import ModelCall
+from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall
 from narrowkv.testing.cases.decode import BOUND, DecodeCase, DecodeInputs
 from narrowkv.testing.model import ModelExecutor, Scale
-from narrowkv.testing.operations.decode import DecodeCall, DecodeRows
+from narrowkv.testing.operations import DecodeCall, DecodeRows
 
 # Of more tokens than this a sample of the sequences is compared; NaN is looked for in all outputs.
 _CHECK_ALL_TOKENS = 2**18
 _CHECKED_SEQUENCES = 4
 _TRACED_KEYS = 512  # of each split, by the model
-
-Peer = Callable[[torch.Tensor, PagedKVCache, PageTable], Callable[[], torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -92,30 +88,12 @@ class DecodeSizes:
         return 4.0 * self.batch * self.context * self.num_kv_heads * self.ratio * self.head_dim
 
 
-def decode_sizes(
-    *, batches: Sequence[int], contexts: Sequence[int], page_sizes: Sequence[int], num_kv_heads: int,
-    ratios: Sequence[int], head_dim: int, q: str, formats: Sequence[str],
-) -> list[DecodeSizes]:  # fmt: skip
-    """Every combination; sizes that can share a `LargeCache` are neighbours.
-
-    Raises:
-        ValueError: a context is not a multiple of a page size.
-    """
-    for context, page_size in product(contexts, page_sizes):
-        if context % page_size:
-            raise ValueError(f"contexts must be multiples of every page size, got {context} and {page_size}")
-    return [
-        DecodeSizes(batch, context, page_size, num_kv_heads, ratio, head_dim, q, fmt)
-        for fmt, batch, context, ratio, page_size in product(formats, batches, contexts, ratios, page_sizes)
-    ]
-
-
 class DecodeBench(Bench[DecodeSizes]):
     """Paged decode, and other implementations on the same tensors.
 
     Args:
         batch_invariant: measures plans whose results do not depend on the batch.
-        peers: other implementations by name: from q, cache and page table each makes a call.
+        peers: other implementations.
         device: of the tensors.
     """
 
@@ -127,10 +105,10 @@ class DecodeBench(Bench[DecodeSizes]):
     )
 
     def __init__(
-        self, *, batch_invariant: bool = False, peers: Mapping[str, Peer] | None = None, device: str = "cuda"
+        self, *, batch_invariant: bool = False, peers: Sequence[Backend] = (), device: str = "cuda"
     ) -> None:
         self._batch_invariant = batch_invariant
-        self._peers = peers or {}
+        self._peers = peers
         self._device = device
         self._cache: LargeCache | None = None
 
@@ -151,9 +129,10 @@ class DecodeBench(Bench[DecodeSizes]):
 
         call = Call({"backend": "narrowkv"}, ours, shape.bytes_touched, shape.flops, error, BOUND)
         yield call
-        for name, peer in self._peers.items():
-            prepare = partial(peer, q, cache, table)
-            yield replace(call, labels={"backend": name}, prepare=prepare, bound=PEER_BOUND, is_peer=True)
+        for peer in self._peers:
+            prepare = partial(peer.prepare, DecodeInputs(q, cache, table))
+            labels = {"backend": peer.name}
+            yield replace(call, labels=labels, prepare=prepare, bound=PEER_BOUND, is_peer=True)
 
     def modelled(self, shape: DecodeSizes) -> list[ModelCall]:
         """Sequences share their pages, and are as short as keeps some passes in every split."""
@@ -189,32 +168,22 @@ def checker(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[
     return lambda o: compare(o[chosen], expected).relative_l1
 
 
-def decode_peers() -> dict[str, Peer]:
-    """Other implementations of paged decode that can run on this machine's GPU."""
-    return {peer.name: partial(_prepare, peer) for peer in PEERS if peer.absent(True) is None}
-
-
-def _prepare(
-    peer: Backend, q: torch.Tensor, cache: PagedKVCache, table: PageTable
-) -> Callable[[], torch.Tensor]:
-    return prepare_or_refuse(peer, DecodeInputs(q, cache, table))
-
-
 def make(options: DecodeRows) -> tuple[DecodeBench, list[DecodeSizes], dict[str, Any]]:
     """The bench, its rows, and the settings that they depend on.
 
     Raises:
         ValueError: a context is not a multiple of a page size.
     """
-    try:
-        rows = decode_sizes(
-            batches=options.batch, contexts=options.context, page_sizes=options.page_size,
-            ratios=options.ratio, num_kv_heads=options.num_kv_heads, head_dim=options.head_dim, q=options.q,
-            formats=options.cache_format,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(f"--context, --page-size: {error}") from None
-    peers = decode_peers() if options.peers else {}
+    for context, page_size in product(options.context, options.page_size):
+        if context % page_size:
+            why = f"contexts must be multiples of every page size, got {context} and {page_size}"
+            raise ValueError(f"--context, --page-size: {why}")
+    lists = options.cache_format, options.batch, options.context, options.ratio, options.page_size
+    rows = [  # those that can share a `LargeCache` are neighbours
+        DecodeSizes(batch, context, page_size, options.num_kv_heads, ratio, options.head_dim, options.q, fmt)
+        for fmt, batch, context, ratio, page_size in product(*lists)
+    ]
+    peers = [peer for peer in PEERS if peer.absent(True) is None] if options.peers else []
     settings = {"peers": options.peers, "batch_invariant": options.batch_invariant}
     return DecodeBench(batch_invariant=options.batch_invariant, peers=peers), rows, settings
 

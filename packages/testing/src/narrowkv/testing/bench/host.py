@@ -20,7 +20,7 @@ import torch
 from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.paged_cache import append
-from narrowkv.runtime.launch import LaunchOptions, RecordExecutor, executing
+from narrowkv.runtime.launch import RecordExecutor, executing
 from narrowkv.runtime.targets import Target, device_target, get_target
 from narrowkv.sage import plan_sage, sage_attention
 from narrowkv.sparse_fp8 import plan_sparse, sparse_decode, sparse_prefill_fp8
@@ -37,14 +37,7 @@ class NullExecutor:
     def __init__(self, target: Target) -> None:
         self.target = target
 
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        constexprs: dict[str, Any],
-        options: LaunchOptions,
-    ) -> None:
+    def launch(self, *launch: Any) -> None:
         """Does nothing on the device."""
 
 
@@ -65,26 +58,7 @@ class HostRow:
     ratio_to_add: float
 
 
-@dataclass(frozen=True)
-class HostReport:
-    """What `measure_host` found.
-
-    Attributes:
-        launches: "on the GPU", or "none" on a machine without one.
-        target: the target whose code path the calls took.
-        rows: host time of every call.
-        kernels: number of kernels of random calls, by operation.
-        workspace_bytes: of a decode plan, by batch.
-    """
-
-    launches: str
-    target: str
-    rows: list[HostRow]
-    kernels: dict[str, int]
-    workspace_bytes: dict[str, int]
-
-
-def measure_host(samples: int, shapes: int, captures: Sequence[int], context: int) -> HostReport:
+def measure_host(samples: int, shapes: int, captures: Sequence[int], context: int) -> dict[str, Any]:
     """Times every operation, counts the kernels of random calls and sizes workspaces of captured batches.
 
     Args:
@@ -92,6 +66,11 @@ def measure_host(samples: int, shapes: int, captures: Sequence[int], context: in
         shapes: random calls of each operation; 0 for none.
         captures: batches of captured graphs.
         context: tokens that a captured batch may hold.
+
+    Returns:
+        launches: "on the GPU", or "none" on a machine without one. target: the target whose code path the
+        calls took. rows: a `HostRow` for each call. kernels: number of kernels of random calls, by operation.
+        workspace_bytes: of a decode plan, by batch.
     """
     has_gpu = torch.cuda.is_available()
     device = "cuda" if has_gpu else "cpu"
@@ -99,14 +78,10 @@ def measure_host(samples: int, shapes: int, captures: Sequence[int], context: in
     rows = measure_calls(device, samples, nullcontext if has_gpu else lambda: executing(NullExecutor(target)))
     kernels = kernels_of_random_calls(target, device, shapes) if shapes else {}
     sizes = workspaces(target, device, captures, context)
-    return HostReport(
-        "on the GPU" if has_gpu else "none", target.name, rows, kernels,
-        {str(batch): size for batch, size in sizes.items()},
-    )  # fmt: skip
-
-
-def _nothing_to_wait_for() -> None:
-    pass
+    return {
+        "launches": "on the GPU" if has_gpu else "none", "target": target.name, "rows": rows,
+        "kernels": kernels, "workspace_bytes": sizes,
+    }  # fmt: skip
 
 
 def host_us(call: Callable[[], object], samples: int, wait: Callable[[], None]) -> float:
@@ -127,49 +102,45 @@ def host_us(call: Callable[[], object], samples: int, wait: Callable[[], None]) 
     return statistics.median(times)
 
 
-def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
-    """Every operation on small tensors: name, whether a plan is given, the call."""
+Named = tuple[str, bool, Callable[[], object]]
+"""A call: its name, whether a plan is given, and what makes it."""
+
+
+def _with_and_without(
+    plan: object, name: str, operation: Callable[..., object], *tensors: Any, **told: Any
+) -> Iterator[Named]:
+    """An operation by a plan, and without one but with what that was told, into one output."""
+    out = torch.empty_like(tensors[0])
+    yield name, True, partial(operation, *tensors, out=out, plan=plan)
+    yield name, False, partial(operation, *tensors, out=out, **told)
+
+
+def calls(device: str) -> Iterator[Named]:
+    """Every operation on small tensors."""
     sizes: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 128, "clean": True}
-    q, cache, table = DecodeCase.small(lens=(70, 5, 130), gqa_ratio=12, **sizes).build(device)
-    out = torch.empty_like(q)
-    decode_plan = plan_decode(q, cache, table)
-    yield "paged_decode", True, lambda: paged_decode(q, cache, table, out=out, plan=decode_plan)
-    yield "paged_decode", False, lambda: paged_decode(q, cache, table, out=out)
+    decode = DecodeCase.small(lens=(70, 5, 130), gqa_ratio=12, **sizes).build(device)
+    yield from _with_and_without(plan_decode(*decode), "paged_decode", paged_decode, *decode)
 
     k_new, v_new = (torch.randn(3, 2, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
     slots = torch.arange(3, dtype=torch.int32, device=device)
-    yield "append", True, lambda: append(cache, k_new, v_new, slots)
+    yield "append", True, partial(append, decode[1], k_new, v_new, slots)
 
-    pq, pcache, ptable, starts = PrefillCase.small(gqa_ratio=12, **sizes).build(device)
-    pout = torch.empty_like(pq)
-    prefill_plan = plan_prefill(pq, pcache, ptable, starts)
-    yield (
-        "batch_prefill",
-        True,
-        lambda: batch_prefill(pq, pcache, ptable, starts, out=pout, plan=prefill_plan),
-    )
-    yield "batch_prefill", False, lambda: batch_prefill(pq, pcache, ptable, starts, out=pout)
+    prefill = PrefillCase.small(gqa_ratio=12, **sizes).build(device)
+    yield from _with_and_without(plan_prefill(*prefill), "batch_prefill", batch_prefill, *prefill)
 
-    chunk = PrefillCase.append(gqa_ratio=12, **sizes).build_append(device)
-    aq, acache, atable, astarts = chunk[0], chunk[3], chunk[4], chunk[5]
-    aout = torch.empty_like(aq)
-    append_plan = plan_append(aq, acache, atable, astarts)
-    yield "prefill_append", True, lambda: prefill_append(*chunk[:6], out=aout, plan=append_plan)
-    yield "prefill_append", False, lambda: prefill_append(*chunk[:6], out=aout)
+    chunk = PrefillCase.append(gqa_ratio=12, **sizes).build_append(device)[:6]
+    plan_of_chunk = plan_append(chunk[0], *chunk[3:])
+    yield from _with_and_without(plan_of_chunk, "prefill_append", prefill_append, *chunk)
 
     rows = SparseCase.small().build(device)
-    sout = torch.empty_like(rows.q)
     assert rows.prefix is not None
     most: dict[str, Any] = {"max_num_tokens": rows.q.shape[0], "max_indices": rows.prefix.nnz}
     most |= {"num_qo_heads": rows.q.shape[1], "prefix": rows.prefix.format, "device": rows.q.device}
     for mode in ("fused", "prepass"):
-        plan = plan_sparse(mode=mode, **most)
-        name = f"sparse_prefill_fp8 {mode}"
-        yield name, True, partial(sparse_prefill_fp8, rows.q, rows.prefix, out=sout, plan=plan)
-        yield name, False, partial(sparse_prefill_fp8, rows.q, rows.prefix, out=sout, mode=mode)
-    decode_rows = plan_sparse(mode="fused", **most)
-    yield "sparse_decode", True, partial(sparse_decode, rows.q, rows.prefix, out=sout, plan=decode_rows)
-    yield "sparse_decode", False, partial(sparse_decode, rows.q, rows.prefix, out=sout)
+        plan, name = plan_sparse(mode=mode, **most), f"sparse_prefill_fp8 {mode}"
+        yield from _with_and_without(plan, name, sparse_prefill_fp8, rows.q, rows.prefix, mode=mode)
+    plan = plan_sparse(mode="fused", **most)
+    yield from _with_and_without(plan, "sparse_decode", sparse_decode, rows.q, rows.prefix)
 
     x = torch.randn(1, 256, 4, 128, dtype=torch.bfloat16, device=device)
     sage_out = torch.empty_like(x)
@@ -177,11 +148,8 @@ def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
     kv = sage_plan.quantize_kv(x, x)
     yield "sage attend", True, lambda: sage_plan.attend(x, kv, out=sage_out)
 
-    def quantise_and_attend() -> object:
-        return sage_plan.attend(x, sage_plan.quantize_kv(x, x), out=sage_out)
-
     # The same work, planned and not: K and V are quantised in every call.
-    yield "sage_attention", True, quantise_and_attend
+    yield "sage_attention", True, lambda: sage_plan.attend(x, sage_plan.quantize_kv(x, x), out=sage_out)
     yield "sage_attention", False, lambda: sage_attention(x, x, x, out=sage_out)
 
 
@@ -197,7 +165,7 @@ def measure_calls(
     device: str, samples: int, context: Callable[[], AbstractContextManager[Any]]
 ) -> list[HostRow]:
     """Times every call of `torch_calls` and `calls`."""
-    wait = torch.cuda.synchronize if device == "cuda" else _nothing_to_wait_for
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     rows = [HostRow(name, False, host_us(call, samples, wait), 0.0) for name, call in torch_calls(device)]
     with context():
         rows += [
@@ -250,7 +218,7 @@ def kernels_of_random_calls(target: Target, device: str, count: int, seed: int =
     return found
 
 
-def workspaces(target: Target, device: str, sizes: Sequence[int], context: int) -> dict[int, int]:
+def workspaces(target: Target, device: str, sizes: Sequence[int], context: int) -> dict[str, int]:
     """Workspace bytes of a decode plan at 96/8 heads for each batch, with `context` tokens a sequence."""
     found = {}
     with executing(NullExecutor(target)):
@@ -261,5 +229,5 @@ def workspaces(target: Target, device: str, sizes: Sequence[int], context: int) 
             ids = torch.zeros(batch, context // table.page_size, dtype=torch.int32, device=device)
             lens = torch.ones(batch, dtype=torch.int32, device=device)
             long = type(table).from_block_table(ids, lens, page_size=table.page_size)
-            found[batch] = plan_decode(q, cache, long).workspace_bytes()
+            found[str(batch)] = plan_decode(q, cache, long).workspace_bytes()
     return found

@@ -19,13 +19,11 @@ from narrowkv.sparse_fp8 import (
     index_topk,
     index_topk_reference,
 )
-from narrowkv.testing.bench.columns import Columns
-from narrowkv.testing.bench.measure import Bench, Call
-from narrowkv.testing.bench.modelled import ModelCall
+from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall
 from narrowkv.testing.cases.indexer import BOUND
 from narrowkv.testing.cases.topk import TopkCase
 from narrowkv.testing.model import ModelExecutor, Scale
-from narrowkv.testing.operations.indexer import IndexerRows
+from narrowkv.testing.operations import IndexerRows
 
 HEAD_DIM = 128
 _PAGE_SIZE = 64

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
-from narrowkv.quant.formats import Format, get_format
+from narrowkv.quant.formats import get_format
 from narrowkv.quant.int_tokens import quantize_tokens_int4, quantize_tokens_int8
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
 
@@ -118,52 +118,32 @@ class LargeCache:
         return self._made_for == self._key(sizes)
 
     def _fill(self, name: str, tokens: int, sizes: CacheSizes) -> tuple[torch.Tensor, float | torch.Tensor]:
-        fmt = get_format(name)
-        if fmt.kind == "fp4":
-            return self._fill_fp4(tokens, sizes)
-        if fmt.kind == "int":
-            return self._fill_integers(fmt, tokens, sizes)
-        descale = 1.0 if fmt.kind == "float" else _SPREAD / fmt.max_value
-        stored = torch.empty(
-            (tokens, sizes.num_kv_heads, sizes.head_dim), dtype=fmt.storage_dtype, device=self._device
-        )
-        for begin in range(0, tokens, _CHUNK_TOKENS):
-            part = stored[begin : begin + _CHUNK_TOKENS]
-            x = torch.randn(part.shape, generator=self._random, device=self._device) / descale
-            part.copy_(x.to(part.dtype) if fmt.kind == "float" else cast_fp8(x, name))
-        return stored, descale
-
-    def _fill_fp4(self, tokens: int, sizes: CacheSizes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed rows and their scales."""
-        rows, group = (tokens, sizes.num_kv_heads), sizes.scale_group or sizes.head_dim
-        stored = torch.empty((*rows, sizes.head_dim // 2), dtype=torch.uint8, device=self._device)
-        scale, e4m3 = sizes.scale_format, sizes.scale_format == "e4m3"
-        scales = torch.empty(
-            (*rows, sizes.head_dim // group), dtype=torch.float8_e4m3fn if e4m3 else torch.uint8,
-            device=self._device,
-        )  # fmt: skip
-        for begin in range(0, tokens, _CHUNK_TOKENS):
-            part = slice(begin, begin + _CHUNK_TOKENS)
-            size = (*stored[part].shape[:2], sizes.head_dim)
-            x = torch.randn(size, generator=self._random, device=self._device)
-            # The rules that choose scales by default are slow, and a kernel's time does not depend on scales.
-            rule = "amax" if e4m3 else "floor"
-            stored[part], scales[part] = quantize_per_group(x, group, scale=scale, exponent=rule)
-        return stored, scales
-
-    def _fill_integers(
-        self, fmt: Format, tokens: int, sizes: CacheSizes
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """INT8 or INT4 rows and their scales."""
-        rows, width = (tokens, sizes.num_kv_heads), fmt.storage_bytes(sizes.head_dim)
+        """Rows of one side, and their scales or the descale of all."""
+        fmt, rows, head_dim = get_format(name), (tokens, sizes.num_kv_heads), sizes.head_dim
+        width = fmt.storage_bytes(head_dim) if fmt.is_packed else head_dim
         stored = torch.empty((*rows, width), dtype=fmt.storage_dtype, device=self._device)
-        scales = torch.empty((*rows, 1), device=self._device)
-        quantise = quantize_tokens_int4 if fmt.is_packed else quantize_tokens_int8
+        group, scale = sizes.scale_group or head_dim, sizes.scale_format
+        scales: float | torch.Tensor = 1.0
+        if fmt.kind == "fp4":
+            dtype = torch.float8_e4m3fn if scale == "e4m3" else torch.uint8
+            scales = torch.empty((*rows, head_dim // group), dtype=dtype, device=self._device)
+        elif fmt.kind == "int":
+            scales = torch.empty((*rows, 1), device=self._device)
+        elif fmt.kind == "fp8":
+            scales = _SPREAD / fmt.max_value
         for begin in range(0, tokens, _CHUNK_TOKENS):
             part = slice(begin, begin + _CHUNK_TOKENS)
-            size = (*stored[part].shape[:2], sizes.head_dim)
+            size = (*stored[part].shape[:2], head_dim)
             x = torch.randn(size, generator=self._random, device=self._device)
-            stored[part], scales[part, :, 0] = quantise(x)
+            if not isinstance(scales, torch.Tensor):
+                stored[part].copy_(cast_fp8(x / scales, name) if fmt.kind == "fp8" else x.to(stored.dtype))
+            elif fmt.kind == "int":
+                quantise = quantize_tokens_int4 if fmt.is_packed else quantize_tokens_int8
+                stored[part], scales[part, :, 0] = quantise(x)
+            else:
+                # The rules that choose scales by default are slow, and times do not depend on scales.
+                rule = "amax" if scale == "e4m3" else "floor"
+                stored[part], scales[part] = quantize_per_group(x, group, scale=scale, exponent=rule)
         return stored, scales
 
     def _side(

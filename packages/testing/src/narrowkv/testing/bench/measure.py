@@ -1,21 +1,153 @@
-"""Measures calls: checks each before and after it is timed, and compares it with ceilings of the same run."""
+"""The calls of a bench: measured and compared with ceilings of the same run, or modelled for AMD targets.
+
+A measured call is checked before and after it is timed. A modelled call is planned at its full size; a
+smaller call with the same kernels and the same split of the keys is traced, and its workgroups and passes are
+multiplied by a `Scale`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from narrowkv.cdna_emulator import EmulatorError
+from narrowkv.cdna_emulator.timing import PeakError
 from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import executing
+from narrowkv.runtime.targets import get_target
 from narrowkv.testing.bench.ceilings import Ceilings
-from narrowkv.testing.bench.columns import Columns
-from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer, Timing
+from narrowkv.testing.model import ModelExecutor, main_launch, waits
+from narrowkv.testing.records import number
 
-__all__ = ["Bench", "Call", "Row", "check", "measure", "time_checked"]
+__all__ = [
+    "Bench", "Call", "Columns", "ModelCall", "ModelRow", "Record", "Row", "check", "measure",
+    "microseconds", "model_row", "ratio_of", "time_checked",
+]  # fmt: skip
+
+
+Record = Mapping[str, Any]
+"""A measured row as an object."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A bench's own columns: by header, the name of a record's value or a function of the record.
+
+    Attributes:
+        labels: words, on the left; sizes: numbers, before the times; figures: after the times.
+        series: the values that tell the series of a plot apart.
+        shown: which of the records a table shows.
+    """
+
+    labels: Mapping[str, str | Callable[[Record], str]] = field(default_factory=dict)
+    sizes: Mapping[str, str | Callable[[Record], str]] = field(default_factory=dict)
+    series: tuple[str, ...] = ()
+    figures: Mapping[str, Callable[[Record], str]] = field(default_factory=dict)
+    shown: Callable[[Sequence[Record]], Sequence[Record]] = list
+
+
+def microseconds(name: str) -> Callable[[Record], str]:
+    """A record's time in microseconds."""
+    return lambda row: number(row[name], 4)
+
+
+def ratio_of(name: str) -> Callable[[Record], str]:
+    """A record's ratio, or a dash."""
+    return lambda row: "-" if row[name] is None else f"{row[name]:.2f}"
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """One call for the timing model.
+
+    Attributes:
+        name: tells it from other calls of the same sizes.
+        shape: a dataclass of its sizes.
+        flops: multiplications and additions of its matrix products.
+        hbm_share: see `narrowkv.cdna_emulator.timing.predict`.
+        trace: makes a smaller call, after it has set the executor's scale.
+        bytes_touched: bytes that the call must read or write, each counted once; None if they depend on the
+            data.
+    """
+
+    name: str
+    shape: Any
+    flops: float
+    hbm_share: float
+    trace: Callable[[ModelExecutor], object]
+    bytes_touched: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One call on one target under the timing model; every figure is a model's.
+
+    Attributes:
+        target, name, shape: which call.
+        model_us: time of all its launches.
+        model_bytes_per_s: bytes touched over it; model_flops_per_s: flops over it.
+        model_bound: what bounds the kernel with the matrix instructions.
+        model_waits: what its waves wait for.
+        model_kernels_us: time of each launch.
+        refused: why there are no figures.
+    """
+
+    target: str
+    name: str
+    shape: dict[str, Any]
+    model_us: float | None = None
+    model_bytes_per_s: float | None = None
+    model_flops_per_s: float | None = None
+    model_bound: str = ""
+    model_waits: str = ""
+    model_kernels_us: dict[str, float] | None = None
+    refused: str = ""
+
+
+def model_row(call: ModelCall, target: str) -> ModelRow:
+    """The row of a call on a target."""
+    row = ModelRow(target, call.name, asdict(call.shape))
+    executor = ModelExecutor(target, call.hbm_share)
+    try:
+        with executing(executor):
+            call.trace(executor)
+    except (ValueError, TypeError, EmulatorError) as error:
+        return replace(row, refused=f"{type(error).__name__}: {error}")
+    seconds = sum(launch.prediction.seconds for launch in executor.modelled)
+    main = main_launch(executor.modelled).prediction
+    try:
+        _check_peaks(call, target, seconds)
+    except PeakError as error:
+        return replace(row, refused=f"PeakError: {error}")
+    return replace(
+        row, model_us=1e6 * seconds,
+        model_bytes_per_s=None if call.bytes_touched is None else call.bytes_touched / seconds,
+        model_flops_per_s=call.flops / seconds, model_bound=main.bound.split(" (")[0],
+        model_waits=waits(main),
+        model_kernels_us={launch.name: 1e6 * launch.prediction.seconds for launch in executor.modelled},
+    )  # fmt: skip
+
+
+def _check_peaks(call: ModelCall, target: str, seconds: float) -> None:
+    figures = get_target(target).figures
+    assert figures is not None
+    most = max(figures.bf16_flops_per_clk, figures.fp8_flops_per_clk, figures.fp4_flops_per_clk)
+    rates = {
+        "bytes/s of HBM": ((call.bytes_touched or 0.0) / seconds, figures.hbm_bytes_per_s),
+        "flops of the matrix units": (call.flops / seconds, most * figures.compute_units * figures.clock_hz),
+    }
+    for what, (rate, peak) in rates.items():
+        if rate > peak:
+            raise PeakError(
+                f"{1e6 * seconds:.2f} us would be {rate:.3g} {what}, above the peak of {peak:.3g}: the "
+                "traced workgroups do not stand for the call"
+            )
+
 
 Shape = TypeVar("Shape")
 

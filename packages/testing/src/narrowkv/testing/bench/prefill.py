@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -21,15 +21,13 @@ from narrowkv.attn_prefill import (
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import sdpa
-from narrowkv.testing.bench.columns import Columns, microseconds
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
-from narrowkv.testing.bench.measure import Bench, Call
-from narrowkv.testing.bench.modelled import ModelCall
+from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall, microseconds
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.model import ModelExecutor, Scale
-from narrowkv.testing.operations.prefill import PrefillRows
+from narrowkv.testing.operations import PrefillRows
 
 _CHECKED_TOKENS = 16  # at either end of the chunk
 _TRACED_TOKENS = 512  # of the chunk, by the model
@@ -75,15 +73,6 @@ class PrefillSizes:
         """Multiplications and additions of QK and PV that the causal mask leaves."""
         pairs = self.new * (self.length - self.new) + self.new * (self.new + 1) / 2
         return 4.0 * self.head_dim * self.num_kv_heads * self.ratio * pairs
-
-
-def prefill_sizes(
-    new: Sequence[int], prefixes: Sequence[int], heads: Sequence[tuple[int, int]],
-    formats: Sequence[str], head_dim: int, page_size: int,
-) -> Iterator[PrefillSizes]:  # fmt: skip
-    """Every combination; `heads` are numbers of query and KV heads."""
-    for fmt, (queries, kv_heads), n, prefix in product(formats, heads, new, prefixes):
-        yield PrefillSizes(n, prefix, kv_heads, queries // kv_heads, head_dim, page_size, fmt)
 
 
 class PrefillBench(Bench[PrefillSizes]):
@@ -259,7 +248,9 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
 
 def make(options: PrefillRows) -> tuple[PrefillBench, list[PrefillSizes], dict[str, Any]]:
     """The bench and its rows."""
-    rows = prefill_sizes(
-        options.new, options.prefix, options.heads, options.cache_format, options.head_dim, options.page_size
-    )
-    return PrefillBench(), list(rows), {}
+    lists = options.cache_format, options.heads, options.new, options.prefix
+    rows = [
+        PrefillSizes(new, prefix, kv_heads, q_heads // kv_heads, options.head_dim, options.page_size, fmt)
+        for fmt, (q_heads, kv_heads), new, prefix in product(*lists)
+    ]
+    return PrefillBench(), rows, {}

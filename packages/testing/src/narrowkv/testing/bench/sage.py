@@ -13,13 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowkv.quant.accuracy import compare
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
-from narrowkv.testing.bench.columns import Columns, microseconds, ratio_of
-from narrowkv.testing.bench.measure import Bench, Call, Row
-from narrowkv.testing.bench.modelled import ModelCall
+from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall, Row, microseconds, ratio_of
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.cases.sage import BOUND, SageCase
 from narrowkv.testing.model import ModelExecutor, Scale
-from narrowkv.testing.operations.sage import SageRows
+from narrowkv.testing.operations import SageRows
 
 _CHECKED_ROWS = 512
 _ROWS_PER_GROUP = 128  # blocks of so many queries are quantised independently of each other

@@ -18,13 +18,11 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.testing.bench.columns import Columns, ratio_of
-from narrowkv.testing.bench.measure import Bench, Call, Row
-from narrowkv.testing.bench.modelled import ModelCall
+from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall, Row, ratio_of
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.cases.sparse import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCase
 from narrowkv.testing.model import ModelExecutor, Scale
-from narrowkv.testing.operations.sparse import SparseRows
+from narrowkv.testing.operations import SparseRows
 
 HEAD_DIM = 512
 _PAGE_SIZE = 64

@@ -17,10 +17,9 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.attention.reference import attention_reference
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.testing.backends import PEER_BOUND, Backend, prepare_or_refuse
-from narrowkv.testing.bench.columns import Columns, ratio_of
+from narrowkv.testing.backends import PEER_BOUND, Backend
 from narrowkv.testing.bench.large_cache import LargeCache
-from narrowkv.testing.bench.measure import Bench, Call, Row
+from narrowkv.testing.bench.measure import Bench, Call, Columns, Row, ratio_of
 from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.traffic import LayerStep
 
@@ -32,7 +31,7 @@ _SPLITS = (1, 2, 4, 8, 16)
 AUTOMATIC = "automatic"
 _STEP = ("model", "traffic", "format", "operation", "batch", "keys")
 
-Run = Callable[[], torch.Tensor]
+Run = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -84,21 +83,18 @@ class StepInputs:
     def paged_decode(self, out: torch.Tensor, **forced: Any) -> Run:
         """Plans as an engine does, for the capacity of its block table."""
         plan = plan_decode(self.q, self.cache, self.table, **forced)
-        run: Any = partial(paged_decode, self.q, self.cache, self.table, out=out, plan=plan)
-        return run  # type: ignore[no-any-return]
+        return partial(paged_decode, self.q, self.cache, self.table, out=out, plan=plan)
 
     def batch_prefill(self, out: torch.Tensor, **forced: Any) -> Run:
         """Plans as an engine does, with the bounds that it knows."""
         plan = plan_prefill(self.q, self.cache, self.table, self.starts, **self.bounds, **forced)
-        run: Any = partial(batch_prefill, self.q, *self._paged, out=out, plan=plan)
-        return run  # type: ignore[no-any-return]
+        return partial(batch_prefill, self.q, *self._paged, out=out, plan=plan)
 
     def prefill_append(self, out: torch.Tensor, **forced: Any) -> Run:
         """The same for a call that stores the new tokens; every replay stores them again."""
         k_new, v_new = self.new
         plan = plan_append(self.q, self.cache, self.table, self.starts, **self.bounds, **forced)
-        run: Any = partial(prefill_append, self.q, k_new, v_new, *self._paged, out=out, plan=plan)
-        return run  # type: ignore[no-any-return]
+        return partial(prefill_append, self.q, k_new, v_new, *self._paged, out=out, plan=plan)
 
     def two_calls(self, out: torch.Tensor) -> Run:
         """`paged_decode` for the sequences with one new token, which come first, then `batch_prefill`.
@@ -188,8 +184,8 @@ class TrafficBench(Bench[LayerStep]):
     seconds = 0.2
     ratio = "ratio_to_peer"
 
-    def __init__(self, peers: Mapping[str, Backend] | None = None, device: str = "cuda") -> None:
-        self._peers = peers or {}
+    def __init__(self, peers: Sequence[Backend] = (), device: str = "cuda") -> None:
+        self._peers = peers
         self._device = device
         self._pool: LargeCache | None = None
 
@@ -235,9 +231,9 @@ class TrafficBench(Bench[LayerStep]):
         inputs = self.inputs(step)
         ours = list(_automatic(inputs))
         yield from ours
-        for name, peer in {} if step.appends else self._peers.items():
-            labels = {"backend": name, "call": "", "choice": ""}
-            prepare = partial(prepare_or_refuse, peer, inputs)
+        for peer in () if step.appends else self._peers:
+            labels = {"backend": peer.name, "call": "", "choice": ""}
+            prepare = partial(peer.prepare, inputs)
             yield replace(ours[0], labels=labels, prepare=prepare, bound=PEER_BOUND, is_peer=True)
 
     def is_baseline(self, row: Row) -> bool:

@@ -28,16 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Case",
-    "CaseError",
-    "Inputs",
-    "each_alone",
-    "named",
-    "parse_case",
-    "spell_case",
-    "unknown",
+    "Case", "CaseError", "Inputs", "each_alone", "named", "parse_case", "spell_case", "sweep_of", "unknown",
     "word_of",
-]
+]  # fmt: skip
 
 _Case = TypeVar("_Case")
 _EXPECTED = {int: "an integer", float: "a number", bool: "0 or 1"}
@@ -49,7 +42,7 @@ class CaseError(ValueError):
 
 
 class Inputs(Protocol):
-    """The tensors of a case."""
+    """The tensors of a case, and how the operation is called with them."""
 
     def call(self) -> Results:
         """Runs the operation: `(o, lse)`."""
@@ -61,10 +54,12 @@ class Inputs(Protocol):
         """`(o, lse)` in fp32, from the numbers that the operation reads."""
 
     def bytes_per_token(self) -> float | None:
-        """Bytes of K and V that a token takes over all heads; None without a cache."""
+        """Bytes of K and V that a token takes over all heads, or of a row; None without a cache."""
+        return None
 
     def wrong_bytes(self) -> str:
         """After `call` and `reference`: which stored bytes are wrong; empty if all are right."""
+        return ""  # an operation that stores only its outputs
 
 
 class Case(Protocol):
@@ -84,6 +79,9 @@ class Case(Protocol):
 
     def inputs(self, device: str = "cpu") -> Inputs:
         """The tensors, made on the CPU, so that every device gets the same numbers."""
+
+    def __str__(self) -> str:
+        return spell_case(self)
 
 
 def named(
@@ -146,6 +144,18 @@ def each_alone(base: _Case, axes: Mapping[str, Iterable[Any]]) -> Iterator[_Case
         for value in values:
             if value != getattr(base, name):
                 yield replace(base, **{name: value})  # type: ignore[type-var]
+
+
+def sweep_of(
+    quick: Callable[[], Iterable[_Case]], full: Callable[[], Iterable[_Case]]
+) -> Callable[..., list[_Case]]:
+    """A `narrowkv.testing.operation.Cases.sweep` that is the same on every target and with every seed."""
+
+    def sweep(target: object = None, everything: bool = False, seed: int = 0) -> list[_Case]:
+        """The quick cases, and with `everything` the full ones, each once."""
+        return list(dict.fromkeys([*quick(), *(full() if everything else ())]))
+
+    return sweep
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> CaseError:

@@ -6,6 +6,7 @@ every unused slot holds NaN, so that a kernel that reads one shows it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,20 +24,14 @@ from narrowkv.quant.groups import nvfp4_global_descale
 from narrowkv.quant.int_tokens import quantize_tokens_int4, quantize_tokens_int8
 from narrowkv.quant.quantize import quantize_per_group
 from narrowkv.quant.rounding import encode
-from narrowkv.testing.cases import CaseError, named, spell_case, unknown
+from narrowkv.testing.cases import Case, CaseError, named, unknown
 from narrowkv.testing.contracts import Contract, Shape
 from narrowkv.testing.words import CACHE_FORMATS
 
 __all__ = [
-    "DESCALES",
-    "LAYOUTS",
-    "CacheCase",
-    "copy_cache",
-    "differing_bytes",
-    "fields_of_contract",
-    "poison_from",
-    "random_rope",
-]
+    "DESCALES", "LAYOUTS", "CacheCase", "copy_cache", "differing_bytes", "fields_of_contract",
+    "poison_from", "random_rope", "shuffled_pages", "table_of",
+]  # fmt: skip
 
 DESCALES = ("float", *GRANULARITIES[:-1])
 """Descale granularities of FP8 and 16-bit caches; FP4 has its scales."""
@@ -45,7 +40,7 @@ LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised", "padded")
 
 _I32 = torch.int32
 _STORED = ("k", "v", "k_descale", "v_descale")
-_SPARE_PAGES = 3
+SPARE_PAGES = 3
 # Page ids past the end of a sequence in a page table. Times the stride of a page they do not wrap, in 32
 # bits, to an offset inside a cache.
 _STALE = 2**30 + 54321
@@ -65,8 +60,33 @@ def _spell_format(value: str | CacheFormat) -> str:
     return f"{value.k}/{value.v}" if isinstance(value, CacheFormat) else value
 
 
+def shuffled_pages(lens: Sequence[int], page_size: int, random: torch.Generator) -> list[torch.Tensor]:
+    """Page ids of each sequence, of a cache that has three pages more."""
+    counts = [-(-n // page_size) for n in lens]
+    order = torch.randperm(sum(counts) + SPARE_PAGES, generator=random)
+    return list(torch.split(order[: sum(counts)], counts))
+
+
+def table_of(
+    pages: Sequence[torch.Tensor], lens: Sequence[int], page_size: int, device: torch.device | str,
+    ragged: bool, stale_columns: int,
+) -> PageTable:  # fmt: skip
+    """The table over pages of sequences; ids past the end of a sequence are far out of range."""
+    seq_lens = torch.tensor(lens, dtype=_I32)
+    if ragged:
+        starts = torch.tensor([0, *(len(ids) for ids in pages)]).cumsum(0)
+        last = torch.where(seq_lens > 0, (seq_lens - 1) % page_size + 1, 0)
+        ids = torch.cat([*pages, torch.tensor([_STALE])])
+        return PageTable.from_ragged(*(x.to(device, _I32) for x in (starts, ids, last)), page_size=page_size)
+    width = max([*map(len, pages), 1 - stale_columns]) + stale_columns
+    block_table = torch.full((len(pages), width), _STALE, dtype=_I32)
+    for row, ids in enumerate(pages):
+        block_table[row, : len(ids)] = ids.int()
+    return PageTable.from_block_table(block_table.to(device), seq_lens.to(device), page_size=page_size)
+
+
 @dataclass(frozen=True, kw_only=True)
-class CacheCase:
+class CacheCase(Case):
     """A paged cache with sequences in it.
 
     Attributes:
@@ -102,9 +122,6 @@ class CacheCase:
     outliers: bool = named(False, "data", {"gaussian": False, "outlier": True})
     seed: int = 0
 
-    def __str__(self) -> str:
-        return spell_case(self)
-
     @property
     def formats(self) -> CacheFormat:
         """Storage formats of K and V."""
@@ -126,8 +143,9 @@ class CacheCase:
             CaseError: the layout does not go with the page size, the sizes or the formats.
             ValueError, TypeError: the cache refuses a format, layout or size.
         """
-        pages, table = self._page_table(random, device)
-        num_pages = sum(len(ids) for ids in pages) + _SPARE_PAGES
+        pages = shuffled_pages(self.lens, self.page_size, random)
+        table = table_of(pages, self.lens, self.page_size, device, self.ragged, self.stale_columns)
+        num_pages = sum(len(ids) for ids in pages) + SPARE_PAGES
         shape = (num_pages, self.page_size, self.num_kv_heads)
         used = torch.zeros(shape[:2], dtype=torch.bool)
         for ids, seq_len in zip(pages, self.lens, strict=True):
@@ -176,28 +194,6 @@ class CacheCase:
             v_tensor_scale=numbers[1],
         )
         return cache, table
-
-    def _page_table(
-        self, random: torch.Generator, device: torch.device | str
-    ) -> tuple[list[torch.Tensor], PageTable]:
-        """Page ids of each sequence, shuffled, and the table over them."""
-        counts = [-(-n // self.page_size) for n in self.lens]
-        order = torch.randperm(sum(counts) + _SPARE_PAGES, generator=random)
-        ends = torch.tensor([0, *counts]).cumsum(0)
-        pages = [order[begin:end] for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
-        lens = torch.tensor(self.lens, dtype=_I32)
-        if self.ragged:
-            last = torch.where(lens > 0, (lens - 1) % self.page_size + 1, torch.zeros_like(lens))
-            ids = torch.cat([*pages, torch.tensor([_STALE])])
-            tensors = (x.to(device, _I32) for x in (ends, ids, last))
-            return pages, PageTable.from_ragged(*tensors, page_size=self.page_size)
-        width = max([*counts, 1 - self.stale_columns]) + self.stale_columns
-        block_table = torch.full((len(self.lens), width), _STALE, dtype=_I32)
-        for row, ids in enumerate(pages):
-            block_table[row, : len(ids)] = ids.int()
-        return pages, PageTable.from_block_table(
-            block_table.to(device), lens.to(device), page_size=self.page_size
-        )
 
     def _descale(
         self, x: torch.Tensor, fmt: Format, pages: list[torch.Tensor], random: torch.Generator

@@ -14,6 +14,7 @@ from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.context_parallel.plan import CPDecodePlan, plan_cp_decode
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
+from narrowkv.quant.accuracy import relative_l1
 from narrowkv.testing.cases.decode import K8V4, DecodeCase
 
 _I32 = torch.int32
@@ -230,10 +231,7 @@ def check_case(case: CPCase, rank: int, world: int) -> Checked:
         for _ in range(2)
     ]  # fmt: skip
     (o, lse), (again, _) = runs
-    error, one_rank = (
-        float((got - expected[0][:, own]).abs().sum() / expected[0][:, own].abs().sum().clamp_min(1e-30))
-        for got in (o, alone[0][:, own])
-    )
+    error, one_rank = (relative_l1(got, expected[0][:, own]) for got in (o, alone[0][:, own]))
     torch.testing.assert_close(lse, expected[1][:, own], rtol=1e-3, atol=1e-3)
     bound = 2 * one_rank + 1e-6 + (_BF16_ROUNDING if case.partial_dtype == torch.bfloat16 else 0.0)
     repeats = case.comm == "ag_rs" or torch.equal(o, again)

@@ -19,24 +19,16 @@ from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, pack_tree
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.tracing import wide_dtype
-from narrowkv.testing.cases import each_alone, named, word_of
+from narrowkv.testing.cases import Inputs, each_alone, named, word_of
 from narrowkv.testing.cases.cache import DESCALES, LAYOUTS, CacheCase, fields_of_contract
 from narrowkv.testing.contracts import BOUND_16_BIT_QUERY, Contract, Shape
 from narrowkv.testing.operation import Cases
 from narrowkv.testing.words import CACHE_FORMATS, DECODE_KERNELS
 
 __all__ = [
-    "AXES",
-    "CASES",
-    "GLM_GQA12",
-    "K8V4",
-    "TREES",
-    "DecodeCase",
-    "DecodeInputs",
-    "at_random",
-    "draw_tree",
+    "AXES", "CASES", "GLM_GQA12", "K8V4", "TREES", "DecodeCase", "DecodeInputs", "at_random", "draw_tree",
     "sweep",
-]
+]  # fmt: skip
 
 BOUND = BOUND_16_BIT_QUERY
 LSE_BOUND = 1e-3
@@ -145,7 +137,7 @@ def draw_tree(kind: str, batch: int, q_len: int, random: torch.Generator) -> tor
 
 
 @dataclass(frozen=True)
-class DecodeInputs:
+class DecodeInputs(Inputs):
     """The tensors of a call.
 
     Attributes:
@@ -193,10 +185,6 @@ class DecodeInputs:
     def bytes_per_token(self) -> float:
         """Bytes of K and V that a token takes, over all heads."""
         return self.cache.bytes_per_token()
-
-    def wrong_bytes(self) -> str:
-        """Decode stores nothing in the cache."""
-        return ""
 
 
 GLM_GQA12 = DecodeCase(lens=(1024,) * 4, num_kv_heads=8)

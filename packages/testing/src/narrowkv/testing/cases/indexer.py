@@ -12,11 +12,11 @@ import torch
 
 from narrowkv.quant import encode
 from narrowkv.sparse_fp8.indexer import IndexKeys, index_logits, index_logits_reference
-from narrowkv.testing.cases import CaseError, each_alone, named, spell_case
+from narrowkv.testing.cases import Case, CaseError, Inputs, each_alone, named, sweep_of
 from narrowkv.testing.contracts import BOUND_16_BIT_QUERY, Contract, Shape
 from narrowkv.testing.operation import Cases
 
-__all__ = ["AXES", "CASES", "IndexCall", "IndexCase", "IndexInputs", "shipped", "sweep"]
+__all__ = ["AXES", "CASES", "IndexCall", "IndexCase", "shipped", "sweep"]
 
 BOUND = BOUND_16_BIT_QUERY
 FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz")
@@ -25,25 +25,8 @@ LAYOUTS = ("rows", "pages", "packed", "shuffled")
 _I32 = torch.int32
 
 
-@dataclass(frozen=True)
-class IndexInputs:
-    """What `IndexCase.build` makes.
-
-    Attributes:
-        q: FP8 `[num_tokens, num_heads, head_dim]`.
-        weights: fp32 `[num_tokens, num_heads]`.
-        keys: index keys.
-        where: the metadata of the call by name.
-    """
-
-    q: torch.Tensor
-    weights: torch.Tensor
-    keys: IndexKeys
-    where: dict[str, Any]
-
-
 @dataclass(frozen=True, kw_only=True)
-class IndexCase:
+class IndexCase(Case):
     """One call of `index_logits`.
 
     Attributes:
@@ -89,9 +72,6 @@ class IndexCase:
         """The query's format, and layout and format of the keys, for tables."""
         return self.q, f"{self.layout}, {self.format}"
 
-    def __str__(self) -> str:
-        return spell_case(self)
-
     @classmethod
     def small(cls, **changes: Any) -> IndexCase:
         """A case that the interpreter runs in a moment, with some fields changed; most tests vary it."""
@@ -102,7 +82,7 @@ class IndexCase:
         """Query tokens."""
         return len(self.lens) * self.q_len
 
-    def build(self, device: torch.device | str = "cpu") -> IndexInputs:
+    def inputs(self, device: torch.device | str = "cpu") -> IndexCall:
         """Tensors on `device`; keys that nothing names have NaN values and scales, so that reading one shows.
 
         Raises:
@@ -130,9 +110,8 @@ class IndexCase:
             # E8M0 255 is NaN, too.
             keys.scale[ids[used:]] = 255 if self.format == "fp4_e2m1" else float("nan")
             where = {"block_table": table, "seq_lens": torch.tensor(self.lens)}
-        keys = _moved(keys, device)
         where = {name: tensor.to(device, _I32) for name, tensor in where.items()}
-        return IndexInputs(q.to(device), weights.to(device), keys, where)
+        return IndexCall(self, q.to(device), weights.to(device), _moved(keys, device), where)
 
     def _keys(self, count: int, generator: torch.Generator) -> IndexKeys:
         x = torch.randn(count, self.head_dim, generator=generator)
@@ -146,10 +125,6 @@ class IndexCase:
             )
         return keys
 
-    def inputs(self, device: str = "cpu") -> IndexCall:
-        """The same with the options of the call. Raises what `build` raises."""
-        return IndexCall(self, self.build(device))
-
 
 def _moved(keys: IndexKeys, device: torch.device | str) -> IndexKeys:
     """The keys on a device; those of packed pages in one buffer again."""
@@ -159,30 +134,35 @@ def _moved(keys: IndexKeys, device: torch.device | str) -> IndexKeys:
 
 
 @dataclass(frozen=True)
-class IndexCall:
+class IndexCall(Inputs):
     """The tensors of a case and how the operation is called with them.
 
     Attributes:
         case: it.
-        tensors: what it builds.
+        q: FP8 `[num_tokens, num_heads, head_dim]`.
+        weights: fp32 `[num_tokens, num_heads]`.
+        keys: index keys.
+        where: the metadata of the call by name.
     """
 
     case: IndexCase
-    tensors: IndexInputs
+    q: torch.Tensor
+    weights: torch.Tensor
+    keys: IndexKeys
+    where: dict[str, Any]
 
     def logits(self, **options: Any) -> torch.Tensor:
         """The operation's result; columns that it leaves as they are hold -inf."""
-        inputs = self.tensors
         options = {"clean": self.case.clean, **options}
         if not options["clean"] and "out" not in options:
             tokens, columns = self._shape()
-            options["out"] = torch.full((tokens, columns), -torch.inf, device=inputs.q.device)
-        return index_logits(inputs.q, inputs.weights, inputs.keys, **inputs.where, **options)
+            options["out"] = torch.full((tokens, columns), -torch.inf, device=self.q.device)
+        return index_logits(self.q, self.weights, self.keys, **self.where, **options)
 
     def _shape(self) -> tuple[int, int]:
-        keys, table = self.tensors.keys, self.tensors.where.get("block_table")
+        keys, table = self.keys, self.where.get("block_table")
         columns = keys.num_pages if table is None else table.shape[1] * keys.stored.page_size
-        return self.tensors.q.shape[0], columns
+        return self.q.shape[0], columns
 
     def call(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits, 0 outside a token's keys; and where they are -inf, as 1.0."""
@@ -190,23 +170,18 @@ class IndexCall:
 
     def prepare(self) -> Callable[[], torch.Tensor]:
         """The call, which leaves logits outside a token's keys at 0."""
-        out = torch.zeros(self._shape(), device=self.tensors.q.device)
+        out = torch.zeros(self._shape(), device=self.q.device)
         return partial(self.logits, clean=False, out=out)
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As `call`, from fp64."""
-        inputs = self.tensors
-        logits = index_logits_reference(inputs.q, inputs.weights, inputs.keys, **inputs.where)
+        logits = index_logits_reference(self.q, self.weights, self.keys, **self.where)
         return _finite(logits.float())
 
     def bytes_per_token(self) -> float | None:
         """Bytes of a key and its scale."""
-        keys = self.tensors.keys
+        keys = self.keys
         return (keys.values.nbytes + keys.scale.nbytes) * keys.values.shape[-1] / keys.values.numel()
-
-    def wrong_bytes(self) -> str:
-        """The operation stores only its output."""
-        return ""
 
 
 def _finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,9 +221,7 @@ def full() -> Iterator[IndexCase]:
             yield IndexCase(layout=layout, lens=lens, format=fmt, q=fmt, num_heads=heads, q_len=q_len)
 
 
-def sweep(*, everything: bool = False) -> list[IndexCase]:
-    """The cases of a sweep, each once."""
-    return list(dict.fromkeys([*quick(), *(full() if everything else ())]))
+sweep = sweep_of(quick, full)
 
 
 def shipped(target: str = "") -> list[IndexCase]:
@@ -280,7 +253,7 @@ CASES = Cases(
     case=IndexCase,
     of_contract=of_contract,
     bounds={"relative_l1": BOUND},
-    sweep=lambda target, full, seed: sweep(everything=full),
+    sweep=sweep,
     shipped=shipped,
     columns={"keys": lambda case: case.kind[1], "heads": lambda case: case.num_heads},
 )

@@ -15,7 +15,8 @@ from narrowkv.paged_cache import PageTable
 from narrowkv.sparse_fp8.latent import latent_decode, latent_decode_reference
 from narrowkv.sparse_fp8.layouts import LAYOUTS as ROW_LAYOUTS
 from narrowkv.sparse_fp8.rows import DSV4Rows
-from narrowkv.testing.cases import each_alone, named, spell_case
+from narrowkv.testing.cases import Case, Inputs, each_alone, named, sweep_of
+from narrowkv.testing.cases.cache import SPARE_PAGES, shuffled_pages, table_of
 from narrowkv.testing.contracts import BOUND_SPARSE, Contract, Shape
 from narrowkv.testing.operation import Cases
 
@@ -25,11 +26,10 @@ BOUND = BOUND_SPARSE
 LSE_BOUND = 1e-3
 _16_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = (*_16_BIT, *ROW_LAYOUTS)
-_I32 = torch.int32
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentCase:
+class LatentCase(Case):
     """One call of `latent_decode`.
 
     Attributes:
@@ -82,9 +82,6 @@ class LatentCase:
         """The query's format, and that of the rows, for tables."""
         return self.query, f"{self.layout}, {self.head_dim} columns"
 
-    def __str__(self) -> str:
-        return spell_case(self)
-
     def build(
         self, device: torch.device | str = "cpu", unread: float = math.nan
     ) -> tuple[torch.Tensor, torch.Tensor | DSV4Rows, PageTable]:
@@ -95,22 +92,16 @@ class LatentCase:
         """
         generator = torch.Generator().manual_seed(self.seed)
         batch, size = len(self.lens), self.page_size
-        counts = [-(-length // size) for length in self.lens]
-        num_pages = sum(counts) + 3
-        order = torch.randperm(num_pages, generator=generator).to(_I32)
-        x = torch.full((num_pages, size, self.head_dim), unread)
-        ids, at = [], 0
-        for length, count in zip(self.lens, counts, strict=True):
-            own = order[at : at + count]
-            ids.append(own)
-            at += count
-            values = torch.randn(length, self.head_dim, generator=generator)
-            flat = torch.full((count * size, self.head_dim), unread)
-            flat[:length] = values
-            x[own.long()] = flat.view(count, size, self.head_dim)
+        pages = shuffled_pages(self.lens, size, generator)
+        x = torch.full((sum(map(len, pages)) + SPARE_PAGES, size, self.head_dim), unread)
+        for length, ids in zip(self.lens, pages, strict=True):
+            flat = torch.full((len(ids) * size, self.head_dim), unread)
+            flat[:length] = torch.randn(length, self.head_dim, generator=generator)
+            x[ids] = flat.view(-1, size, self.head_dim)
         q = torch.randn(batch * self.q_len, self.num_qo_heads, self.head_dim, generator=generator)
         q = (q * self.spread).to(device, _16_BIT[self.query])
-        return q, self._rows(x.to(device)), self._table(ids, counts, device)
+        table = table_of(pages, self.lens, size, device, self.ragged, stale_columns=1)
+        return q, self._rows(x.to(device)), table
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor | DSV4Rows:
         if self.layout in _16_BIT:
@@ -120,19 +111,6 @@ class LatentCase:
         rows = DSV4Rows.quantize(x, layout=self.layout, page_size=self.page_size, format=format)
         return rows if self.clean else replace(rows, negative_zero_free=False)
 
-    def _table(self, ids: list[torch.Tensor], counts: list[int], device: torch.device | str) -> PageTable:
-        lens = torch.tensor(self.lens, dtype=_I32)
-        if self.ragged:
-            indptr = torch.tensor([0, *counts]).cumsum(0).to(device, _I32)
-            last = lens - (torch.tensor(counts, dtype=_I32) - 1).clamp(min=0) * self.page_size
-            return PageTable.from_ragged(
-                indptr, torch.cat(ids).to(device), last.to(device), page_size=self.page_size
-            )
-        table = torch.full((len(ids), max(counts, default=0) + 1), -1, dtype=_I32)
-        for row, own in zip(table, ids, strict=True):
-            row[: len(own)] = own
-        return PageTable.from_block_table(table.to(device), lens.to(device), page_size=self.page_size)
-
     def inputs(self, device: str = "cpu") -> LatentCall:
         """The same with the options of the call. Raises what `build` raises."""
         sinks = torch.linspace(-2.0, 3.0, self.num_qo_heads, device=device) if self.sinks else None
@@ -140,7 +118,7 @@ class LatentCase:
 
 
 @dataclass(frozen=True)
-class LatentCall:
+class LatentCall(Inputs):
     """The tensors of a case and how the operation is called with them."""
 
     case: LatentCase
@@ -168,10 +146,6 @@ class LatentCall:
         if isinstance(self.rows, DSV4Rows):
             return float(self.rows.bytes_per_row())
         return float(self.case.head_dim * self.rows.element_size())
-
-    def wrong_bytes(self) -> str:
-        """The operation stores only its outputs."""
-        return ""
 
 
 # Each value alone is one case of the quick sweep; the full one crosses some.
@@ -208,12 +182,10 @@ def full() -> Iterator[LatentCase]:
         )
 
 
-def sweep(*, everything: bool = False) -> list[LatentCase]:
-    """The cases of a sweep, each once."""
-    return list(dict.fromkeys([*quick(), *(full() if everything else ())]))
+sweep = sweep_of(quick, full)
 
 
-def shipped() -> list[LatentCase]:
+def shipped(target: str = "") -> list[LatentCase]:
     """A call for every shipped configuration: rows by rows of Q in a program, alike or not."""
     ways = [
         LatentCase(),
@@ -262,10 +234,10 @@ def families(target: str) -> dict[str, LatentCase]:
 CASES = Cases(
     case=LatentCase,
     bounds={"relative_l1": BOUND},
-    sweep=lambda target, full, seed: sweep(everything=full),
+    sweep=sweep,
     of_contract=of_contract,
     families=families,
-    shipped=lambda target: shipped(),
+    shipped=shipped,
     columns={
         "Q": lambda case: case.query,
         "rows": lambda case: case.kind[1] + ("" if case.clean else ", foreign"),

@@ -18,7 +18,7 @@ from narrowkv.attn_prefill.planning import plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, append
 from narrowkv.runtime.targets import Target, get_target
-from narrowkv.testing.cases import CaseError, decode, each_alone, named, unknown, word_of
+from narrowkv.testing.cases import CaseError, Inputs, decode, each_alone, named, unknown, word_of
 from narrowkv.testing.cases import cache as cases
 from narrowkv.testing.contracts import BOUND_FP8_COMPUTE, Contract, Shape
 from narrowkv.testing.operation import Cases
@@ -182,7 +182,7 @@ class PrefillCase(cases.CacheCase):
 
 
 @dataclass(frozen=True)
-class PrefillInputs:
+class PrefillInputs(Inputs):
     """The tensors of a case and how the operation is called with them.
 
     Attributes:

@@ -18,22 +18,15 @@ from narrowkv.runtime.launch import InterpretExecutor, active_target, executing
 from narrowkv.runtime.targets import Target
 from narrowkv.sage.api import plan_sage, sage_attention
 from narrowkv.sage.reference import sage_attention_reference, short_sum_error
-from narrowkv.testing.cases import named, spell_case
+from narrowkv.testing.cases import Case, Inputs, named
 from narrowkv.testing.contracts import BOUND_FP8_P, Contract, Shape
 from narrowkv.testing.operation import Cases
 from narrowkv.testing.words import SAGE_PRECISIONS
 
 __all__ = [
-    "CASES",
-    "SageCall",
-    "SageCase",
-    "SageInputs",
-    "SageResult",
-    "check_sage",
-    "one_shape",
-    "shipped",
+    "CASES", "SageCall", "SageCase", "SageInputs", "SageResult", "check_sage", "one_shape", "shipped",
     "sweep",
-]
+]  # fmt: skip
 
 BOUND = BOUND_FP8_P
 LSE_BOUND = 1e-3
@@ -49,13 +42,8 @@ own activations. RMSE is in units of that model's output, so it is shown and not
 SageInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 
 
-_SMALL: dict[str, Any] = {
-    "q_lens": (150,), "k_lens": (150,), "gqa_ratio": 2, "head_dim": 64, "data": "outlier",
-}  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
-class SageCase:
+class SageCase(Case):
     """One Sage attention call.
 
     Attributes:
@@ -92,13 +80,11 @@ class SageCase:
     bound = BOUND
     lse_bound = LSE_BOUND
 
-    def __str__(self) -> str:
-        return spell_case(self)
-
     @classmethod
     def small(cls, **changes: Any) -> SageCase:
         """A case that the interpreter runs in a moment, with some fields changed; most tests vary it."""
-        return cls(**{**_SMALL, **changes})
+        small = {"q_lens": (150,), "k_lens": (150,), "gqa_ratio": 2, "head_dim": 64, "data": "outlier"}
+        return cls(**{**small, **changes})
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -157,7 +143,7 @@ class SageCase:
 
 
 @dataclass
-class SageCall:
+class SageCall(Inputs):
     """A case's tensors on a device.
 
     `target` is what the last call was made for: its FP8 format is what the reference quantises to.
@@ -208,13 +194,6 @@ class SageCall:
         """How far lse may be off on the target: more where the hardware sums in fewer bits."""
         with nullcontext() if self.target is None else executing(InterpretExecutor(self.target)):
             return LSE_BOUND + short_sum_error(plan_sage(self.q, self.k, **self.options), self.q, self.k)
-
-    def bytes_per_token(self) -> None:
-        """There is no cache."""
-
-    def wrong_bytes(self) -> str:
-        """The operation stores only its outputs."""
-        return ""
 
     def explain(self) -> str:
         """The configuration, in words."""
@@ -293,7 +272,7 @@ def one_shape(shape: str, *, precision: str = "", granularity: str = "", seed: i
     ]  # fmt: skip
 
 
-def shipped() -> list[SageCase]:
+def shipped(target: str = "") -> list[SageCase]:
     """A call for every shipped configuration: precisions, granularities and head_dims."""
     return [
         SageCase(
@@ -367,7 +346,7 @@ CASES = Cases(
     sweep=lambda target, full, seed: sweep(full=full, seed=seed),
     of_contract=of_contract,
     families=lambda target: {"Sage, int8": partial(_attend, "int8"), "Sage, FP8": partial(_attend, "fp8")},
-    shipped=lambda target: shipped(),
+    shipped=shipped,
     columns={
         "Q and K": lambda case: case.qk_dtype,
         "granularity": lambda case: case.granularity,

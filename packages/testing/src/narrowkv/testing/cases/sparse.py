@@ -15,7 +15,7 @@ from narrowkv.sparse_fp8.layouts import LAYOUTS as ROW_LAYOUTS
 from narrowkv.sparse_fp8.reference import sparse_prefill_reference
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
-from narrowkv.testing.cases import each_alone, named, spell_case
+from narrowkv.testing.cases import Case, Inputs, each_alone, named, sweep_of
 from narrowkv.testing.contracts import BOUND_FP8_COMPUTE, BOUND_SPARSE, Contract, Shape
 from narrowkv.testing.operation import Cases
 
@@ -52,7 +52,7 @@ class SparseInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseCase:
+class SparseCase(Case):
     """One sparse attention call.
 
     Attributes:
@@ -138,9 +138,6 @@ class SparseCase:
         """The query's format, and mode and rows, for tables."""
         return self.q, f"{self.mode}, {self.rows}"
 
-    def __str__(self) -> str:
-        return spell_case(self)
-
     @property
     def num_tokens(self) -> int:
         """Query tokens."""
@@ -206,7 +203,7 @@ class SparseCase:
 
 
 @dataclass(frozen=True)
-class SparseCall:
+class SparseCall(Inputs):
     """The tensors of a case and how the operation is called with them.
 
     Attributes:
@@ -255,10 +252,6 @@ class SparseCall:
             return None
         return float(source.rows.bytes_per_row()) if isinstance(source.rows, DSV4Rows) else 1024.0
 
-    def wrong_bytes(self) -> str:
-        """The operations store only their outputs."""
-        return ""
-
 
 # Each value alone is one case of the quick sweep; the full one crosses the last three.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -300,12 +293,10 @@ def full() -> Iterator[SparseCase]:
         yield replace(way, prefix_lens=lens, num_qo_heads=heads, skipped=skipped, sink=True)
 
 
-def sweep(*, everything: bool = False) -> list[SparseCase]:
-    """The cases of a sweep, each once."""
-    return list(dict.fromkeys([*quick(), *(full() if everything else ())]))
+sweep = sweep_of(quick, full)
 
 
-def shipped(*, two_sources: bool = True) -> list[SparseCase]:
+def shipped(target: str = "", *, two_sources: bool = True) -> list[SparseCase]:
     """A call for every shipped configuration: ways to attend, layouts, formats, numbers of heads."""
     rows = (16, 16)  # so few that nothing is split
     ways = [
@@ -366,10 +357,10 @@ def families(target: str) -> dict[str, SparseCase]:
 CASES = Cases(
     case=SparseCase,
     bounds={"relative_l1": BOUND_16_BIT_QUERY, "with Q in FP8": BOUND_FP8_QK},
-    sweep=lambda target, full, seed: sweep(everything=full),
+    sweep=sweep,
     of_contract=of_contract,
     families=families,
-    shipped=lambda target: shipped(),
+    shipped=shipped,
     columns={
         "mode": lambda case: case.mode,
         "Q": lambda case: case.q,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from narrowkv.sparse_fp8.indexer import index_topk, index_topk_reference
-from narrowkv.testing.cases import each_alone, named, spell_case
+from narrowkv.testing.cases import Case, Inputs, each_alone, named, sweep_of
 from narrowkv.testing.contracts import Contract, Shape
 from narrowkv.testing.operation import Cases
 
@@ -23,7 +23,7 @@ _I32 = torch.int32
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopkCase:
+class TopkCase(Case):
     """One call of `index_topk`.
 
     Attributes:
@@ -52,9 +52,6 @@ class TopkCase:
     def kind(self) -> tuple[str, str]:
         """The logits and the bounds, for tables."""
         return self.values, self.bounds
-
-    def __str__(self) -> str:
-        return spell_case(self)
 
     def inputs(self, device: str = "cpu") -> TopkCall:
         """The tensors; logits outside a token's bounds are the largest, so that reading one shows."""
@@ -103,7 +100,7 @@ def _spans(
 
 
 @dataclass(frozen=True)
-class TopkCall:
+class TopkCall(Inputs):
     """The tensors of a case and how the operation is called with them.
 
     Attributes:
@@ -142,14 +139,6 @@ class TopkCall:
             chosen = torch.where(chosen >= 0, ids * size + chosen % size, -1).to(_I32)
         return _as_numbers(chosen)
 
-    def bytes_per_token(self) -> float | None:
-        """There is no cache."""
-        return None
-
-    def wrong_bytes(self) -> str:
-        """The operation stores only its output."""
-        return ""
-
 
 def _as_numbers(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen.double(), (chosen < 0).float()
@@ -177,9 +166,7 @@ def full() -> Iterator[TopkCase]:
         yield TopkCase(columns=columns, topk=topk, values=values, bounds=bounds)
 
 
-def sweep(*, everything: bool = False) -> list[TopkCase]:
-    """The cases of a sweep, each once."""
-    return list(dict.fromkeys([*quick(), *(full() if everything else ())]))
+sweep = sweep_of(quick, full)
 
 
 def shipped(target: str = "") -> list[TopkCase]:
@@ -204,7 +191,7 @@ CASES = Cases(
     case=TopkCase,
     of_contract=of_contract,
     bounds={"wrong columns": 0.0},
-    sweep=lambda target, full, seed: sweep(everything=full),
+    sweep=sweep,
     shipped=shipped,
     columns={"columns": lambda case: case.columns, "topk": lambda case: case.topk},
 )

@@ -1,4 +1,4 @@
-"""The ways to store K and V that are compared: name, formats, and what is done to K and V before."""
+"""Ways to store K and V: formats, and what is done to K and V first; those that `accuracy` compares."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class StoredSide:
             x: fp32 `[tokens, num_kv_heads, head_dim]`.
 
         Returns:
-            fp32 of that shape. With `in_cache` the bytes in between are those that `append` writes.
+            fp32 of that shape, from the bytes that `append` writes but for a scale per tensor and for E4M3
+            scales per group.
         """
         if self.format == "bf16":
             return x.bfloat16().float()

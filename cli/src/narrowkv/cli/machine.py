@@ -1,14 +1,46 @@
-"""`narrowkv report`: probe, a sample of validate and the benches' main rows, in two files to share."""
+"""`narrowkv env`, and `narrowkv report`: what this machine is, and what was measured on it, to share."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable
+import torch
+from rich.text import Text
+
+from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, check_writable
 from narrowkv.testing.bench.comparison import markdown
 from narrowkv.testing.machine import describe
 from narrowkv.testing.machine_report import ReportCommand, commands, report_document, run_steps
+from narrowkv.testing.masked_loads import masked_load_errors
+
+
+def report_environment(report: Report, probe: bool = False) -> ExitCode:
+    """Shows the report.
+
+    Args:
+        report: where it goes.
+        probe: also run kernels that show faults of the compiler.
+
+    Raises:
+        UnsupportedHereError: there is no GPU to probe.
+    """
+    found = describe()
+    if probe:
+        if not torch.cuda.is_available():
+            raise UnsupportedHereError(f"--probe needs a GPU; torch {torch.__version__} sees none")
+        found["probes"] = {"wrong elements of masked loads": masked_load_errors()}
+    for section, content in found.items():
+        if not content:
+            report.line(f"{section}: none")
+        for index, part in enumerate(content if isinstance(content, list) else [content]):
+            name = section if part is content else f"{section}[{index}]"
+            for key, value in part.items():
+                text = ", ".join(value) if isinstance(value, list) else str(value)
+                report.line(Text.assemble((f"{name}.{key}", "cyan"), f": {text}"))
+    wrong = any(found.get("probes", {}).values())
+    return report.finish({"environment": found}, ExitCode.NUMERICAL if wrong else ExitCode.OK)
+
 
 _PROGRAM = (sys.executable, "-m", "narrowkv.cli")
 

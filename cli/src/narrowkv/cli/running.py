@@ -1,0 +1,126 @@
+"""What commands share that run cases: the cases of --case, the places of --on, the tasks and --resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from narrowkv.cli.options import choices
+from narrowkv.cli.report import Report, UnsupportedHereError, UsageError
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.testing import places
+from narrowkv.testing.cases import CaseError
+from narrowkv.testing.cases import parse_case as parse
+from narrowkv.testing.codegen import amd_backend_missing
+from narrowkv.testing.machine import versions
+from narrowkv.testing.operation import OperationEntry
+from narrowkv.testing.places import Place
+from narrowkv.testing.processes import in_processes
+from narrowkv.testing.records import Journal
+from narrowkv.testing.words import AMD_TARGETS
+
+
+def parse_case(operation: OperationEntry, line: str) -> Any:
+    """The case of an operation that a line of --case is.
+
+    Raises:
+        UsageError: naming the part that is wrong and what is known.
+    """
+    try:
+        return parse(operation.cases.case, line)
+    except CaseError as error:
+        raise UsageError(f"--case {error}") from None
+
+
+def find_places(names: Sequence[str] | None, *, races: bool = False, hazards: bool = False) -> list[Place]:
+    """The places named, each once, in the order given; names may also be joined by commas.
+
+    Args:
+        names: without any, the GPU if it can be used and the CPU otherwise.
+        races, hazards: checks that only emulated targets have.
+
+    Raises:
+        UsageError: a name is unknown, or what only an emulated target can is asked of another place.
+        UnsupportedHereError: this machine does not have a place.
+    """
+    # All names are checked before any is looked for: a wrong name is a wrong name on every machine.
+    found = choices("--on", names, tuple(places.PLACES)) if names else [places.find_place(None).name]
+    if (races or hazards) and not set(found) <= set(AMD_TARGETS):
+        option = "--detect-hazards" if hazards else "--detect-races"
+        wrong = next(name for name in found if name not in AMD_TARGETS)
+        raise UsageError(f"{option} must be with --on {' or '.join(AMD_TARGETS)}; got {wrong}")
+    try:
+        return [places.find_place(name, detect_races=races, detect_hazards=hazards) for name in found]
+    except UnsupportedError as error:
+        raise UnsupportedHereError(f"--on {error}") from None
+
+
+def check_amd_backend() -> None:
+    """Refuses a Triton that cannot compile for AMD.
+
+    Raises:
+        UnsupportedHereError: it cannot.
+    """
+    if (missing := amd_backend_missing()) is not None:
+        raise UnsupportedHereError(missing)
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def run_all(
+    report: Report, tasks: Sequence[T], work: Callable[[T], R], kind: Any, *,
+    what: str, said: Callable[[T, R], str] = lambda task, result: str(task), jobs: int = 1,
+    on_gpu: Callable[[T], bool] = lambda task: False, settings: dict[str, Any] | None = None,
+) -> tuple[list[tuple[T, R]], bool]:  # fmt: skip
+    """Does every task that the report's --resume file does not have.
+
+    Args:
+        report: shows progress, and names the file.
+        tasks: what to do.
+        work: does one.
+        kind: type of its result.
+        what: names the work for the progress line.
+        said: the text of the progress line after a task.
+        jobs: processes.
+        on_gpu: tasks that are timed. They run first, one at a time, in this process, so that no other task
+            disturbs their times.
+        settings: everything except their task that results depend on.
+
+    Returns:
+        Tasks with their results as they finished, after those that the file had; and whether Ctrl-C cut it
+        short.
+    """
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    depends = {"command": report.command, "versions": versions(), "gpu": gpu, "settings": settings}
+    try:
+        journal = Journal(report.files.resume, depends, kind)
+    except ValueError as error:
+        raise UsageError(f"--resume: {error}") from None
+    kept = [task for task in tasks if task in journal]
+    left = [task for task in tasks if task not in journal]
+    found: list[tuple[T, R]] = []
+    with report.progress(len(tasks), what) as line:
+
+        def take(task: T, result: R) -> None:
+            found.append((task, result))
+            line.advance(said(task, result))
+
+        try:
+            for task in kept:
+                take(task, journal.result(task))
+            if kept:
+                report.note(f"{len(kept)} of {len(tasks)} finished before, by {report.files.resume}")
+            for part, count in (
+                ([task for task in left if on_gpu(task)], 1),
+                ([task for task in left if not on_gpu(task)], jobs),
+            ):
+                for task, result in in_processes(work, part, count):
+                    journal.add(task, result)
+                    take(task, result)
+        except KeyboardInterrupt:
+            return found, True
+    return found, False
