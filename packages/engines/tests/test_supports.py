@@ -40,6 +40,7 @@ LLAMA = transformers.LlamaConfig
 # An engine, a configuration, the cache's dtype, and a part of the first reason, or None.
 QUESTIONS = [
     *((vllm, LLAMA(head_dim=128), cache_dtype, None) for cache_dtype in (*CACHE_DTYPES, *OWN_SLOTS)),
+    (vllm, transformers.MiMoV2FlashConfig(), "fp8", "with a backend of its own"),
     (vllm, LLAMA(head_dim=72), "auto", "head_dim is 72"),
     (vllm, LLAMA(head_dim=96), "ultraquant_4bit",
      "rotates heads of 64, 128 or 256 channels, and they have 96"),

@@ -270,9 +270,8 @@ class NarrowLatentPrefill(MLAPrefillBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor,
         k_starts: torch.Tensor, max_q_len: int, max_seq_len: int, *, causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        wide = torch.nn.functional.pad(v, (0, k.shape[-1] - v.shape[-1]))
         format = "fp16" if k.dtype == torch.float16 else "bf16"
-        cache = PagedKVCache.from_tensors(k.contiguous(), wide, format=format, layout="tokens")
+        cache = PagedKVCache.from_tensors(k.contiguous(), v.contiguous(), format=format, layout="tokens")
         starts = k_starts.to(torch.int32)
         ids = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
         filled = (starts[1:] > starts[:-1]).to(torch.int32)
@@ -281,6 +280,6 @@ class NarrowLatentPrefill(MLAPrefillBackend):
             q.shape[0], max_q_len, max_seq_len, q_starts.to(torch.int32), table, max_kv_tokens=k.shape[0]
         )
         step.decodes = False
-        o, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        o, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
         attend(step, q, cache, o, max_batch=1, sm_scale=self.scale, causal=causal, lse=lse)
-        return o[..., : v.shape[-1]], lse.transpose(0, 1).contiguous()
+        return o, lse.transpose(0, 1).contiguous()
