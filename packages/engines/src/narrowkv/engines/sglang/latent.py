@@ -115,6 +115,7 @@ class LatentPoolBackend(NarrowAttentionBackend):
         rows = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         if layer.head_dim != self._latents.kv_cache_dim:
             starts, most = group.step.query_start_loc, group.step.max_query_len
+            assert starts is not None
             k, v = (x[:tokens].view(tokens, layer.tp_k_head_num, -1) for x in (k, v))
             found, _ = attend_expanded(
                 rows[:tokens], k, v, starts, starts, most, most, causal=True, sm_scale=layer.scaling
