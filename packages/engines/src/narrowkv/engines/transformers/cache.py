@@ -93,6 +93,7 @@ class NarrowCache(Cache):
         for reason in decoder_reasons(text, latent=True):
             raise ValueError(f"NarrowCache cannot hold this model: {reason}. Use transformers' own cache")
         self._latent = is_latent(text)
+        self._attention = getattr(text, "_attn_implementation", None)
         if self._latent:
             check_options(self, calibration is not None)
         elif v_head_dim := getattr(text, "v_head_dim", None):
@@ -112,6 +113,12 @@ class NarrowCache(Cache):
     def _narrow(self, layer: Any, index: int) -> Any:
         if self._latent and type(layer) in (DynamicLayer, DynamicIndexedLayer):
             indexed = type(layer) is DynamicIndexedLayer
+            if indexed and self._attention == "narrowkv":  # whose masks the model's indexer cannot read
+                raise ValueError(
+                    'an indexer chooses the tokens of this model, got attn_implementation="narrowkv": call '
+                    "narrowkv.engines.transformers.deepseek_v4.register() and load it with "
+                    'attn_implementation="narrowkv-sparse"'
+                )
             return IndexedLatentLayer(self, index) if indexed else LatentLayer(self, index)
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             return NarrowLayer(self, apart=self.recent > 0 and type(layer) is DynamicLayer)
