@@ -86,14 +86,14 @@ def make_runner(pool, **args):
             num_attention_heads=HEADS,
             get_num_kv_heads=lambda ranks: KV_HEADS // ranks,
         ),
-        use_mla_backend=False,
+        use_mla_backend=args.get("use_mla_backend", False),
         dtype=torch.bfloat16,
     )
 
 
 def make_backend(pool, **args):
     with get_parallel().override(attn_tp_size=1):
-        return backend.NarrowAttentionBackend(make_runner(pool, **args))
+        return narrow._make(make_runner(pool, **args))
 
 
 CHAIN = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
@@ -479,7 +479,7 @@ def test_no_step_copies_a_cache_or_reads_from_the_device(kind):
             assert {"item", "cpu", "numpy", "nonzero", "__bool__", "__float__"}.isdisjoint(seen)
             seen.clear()
             made.forward(*tensors, layer, forward)
-            assert set(seen) <= VIEWS | {"empty_like", "reshape"}
+            assert set(seen) <= VIEWS | {"new_empty", "reshape"}
 
 
 def test_a_layer_adds_little_time_to_its_planned_calls(monkeypatch):
@@ -539,6 +539,112 @@ def test_sglangs_models_find_the_pools_of_a_step():
     with forward_context.forward_context(forward_context.ForwardContext(made)):
         assert forward_context.get_token_to_kv_pool() is pool
         assert forward_context.get_req_to_token_pool().req_to_token is made.token_slots
+
+
+LATENT_HEADS, ROW, SCALE = 3, 576, 192**-0.5
+
+
+class LatentBatch(Batch):
+    """The same with latent rows: a layer for absorbed queries, and one for prompts that are expanded."""
+
+    def __init__(self, dtype, **args):
+        pool = memory_pool.MLATokenToKVPool(
+            size=PAGES * PAGE, page_size=PAGE, dtype=dtype, kv_lora_rank=512, qk_rope_head_dim=64,
+            layer_num=1, device="cpu", enable_memory_saver=False,
+        )  # fmt: skip
+        super().__init__(pool, use_mla_backend=True, **args)
+        self.mqa = RadixAttention(LATENT_HEADS, ROW, SCALE, 1, 0, v_head_dim=512)
+        self.mha = RadixAttention(LATENT_HEADS, 192, SCALE, LATENT_HEADS, 0, v_head_dim=128)
+
+    def random(self, *shape):
+        return torch.randn(*shape, generator=self.generator).bfloat16()
+
+    def tensors(self):
+        count, new = sum(self.new), self.random(sum(self.new), 1, ROW)
+        return [self.random(count, LATENT_HEADS * ROW), new, new[..., :512]]
+
+    def run(self, layer, forward, **options):
+        with get_parallel().override(dcp_enabled=False):  # the pool asks before it stores rows
+            return super().run(layer, forward, **options)
+
+    def check(self, forward):
+        """A step of absorbed queries compared with attention in fp32 to the pool's rows."""
+        q, new, _, found = self.run(self.mqa, forward)
+        rows = self.pool.get_key_buffer(0)
+        assert torch.equal(rows[forward.out_cache_loc], new.to(rows.dtype))
+        out = []
+        for index, queries in enumerate(q.view(-1, LATENT_HEADS, ROW).split(self.new)):
+            held = rows[self.made.token_slots[self.rows[index], : self.lens[index]].long()].float()
+            out.append(attention(queries, held, held[..., :512], SCALE)[0])
+        assert relative_l1(found, torch.cat(out).flatten(1)) <= (BF16 if rows.dtype == BF16_DTYPE else 0.006)
+        return found
+
+
+BF16_DTYPE = torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+def test_latent_rows_are_attended_to_where_sglangs_pool_has_them(dtype, calls):
+    batch = LatentBatch(dtype)
+    # A prompt without a prefix is expanded by SGLang, which has stored its rows.
+    forward = batch.prepared([9, 20])
+    q, k = batch.random(29, LATENT_HEADS, 192), batch.random(29, LATENT_HEADS, 192)
+    v = batch.random(29, LATENT_HEADS, 256)[..., 128:]  # of what expands both, as SGLang hands it over
+    found = batch.made.forward(q, k, v, batch.mha, forward, save_kv_cache=False)
+    exact = [
+        attention(*(x[part] for x in (q, k, v)), SCALE)[0] for part in (slice(0, 9), slice(9, 29))
+    ]  # fmt: skip
+    assert relative_l1(found, torch.cat(exact).flatten(1)) <= BF16
+    batch.pool.kv_buffer[0].copy_(
+        torch.randn(batch.pool.kv_buffer[0].shape).to(dtype).view(batch.pool.store_dtype)
+    )
+    for new in ([3, 17], [8, 1], [1, 1]):  # behind a prefix, in pieces; then a decode
+        batch.check(batch.prepared(new))
+    assert calls.counts == {"batch_prefill": 1}
+
+
+def test_chains_of_guesses_over_latent_rows_are_verified_and_replayed():
+    batch = LatentBatch(torch.bfloat16, **CHAIN)
+    batch.run(batch.mqa, batch.prepared([9, 20]))
+    batch.check(batch.prepared([3, 3], verify=True))
+    static = batch.captured([3, 3], 12, verify=True)
+    batch.check(static)
+    batch.follow(static, [3, 3], verify=True)
+    batch.made.init_forward_metadata_out_graph(static)
+    batch.check(static)
+
+
+def test_deterministic_latent_steps_have_the_same_bits_in_any_chunks():
+    found = []
+    for chunks in ([[9, 20], [4, 4]], [[9, 13], [4, 11]]):
+        batch = LatentBatch(torch.bfloat16, **DETERMINISTIC)
+        random = torch.Generator().manual_seed(1)
+        q, new = (torch.randn(2, 24, x, generator=random).bfloat16() for x in (LATENT_HEADS * ROW, ROW))
+        outs, done = [[], []], [0, 0]
+        for counts in chunks:
+            forward = batch.prepared(counts)
+            spans = [(r, slice(done[r], done[r] + counts[r])) for r in (0, 1)]
+            queries, rows = (torch.cat([x[r, span] for r, span in spans]) for x in (q, new))
+            with get_parallel().override(dcp_enabled=False):
+                o = batch.made.forward(queries, rows[:, None], rows[:, None, :512], batch.mqa, forward)
+            for each, part in zip(outs, o.split(counts), strict=True):
+                each.append(part)
+            done = [a + b for a, b in zip(done, counts, strict=True)]
+        found.append([torch.cat(each) for each in outs])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_latent_models_that_are_not_served_are_refused():
+    with pytest.raises(UnsupportedError, match="--speculative-num-draft-tokens is more than 8"):
+        LatentBatch(torch.bfloat16, **{**CHAIN, "speculative_num_draft_tokens": 9})
+    with pytest.raises(UnsupportedError, match="pool is a MHATokenToKVPool"):
+        make_backend(make_pool(torch.bfloat16), use_mla_backend=True)
+    batch = LatentBatch(torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="topk_indices"):
+        batch.run(batch.mqa, batch.prepared([2, 2]), topk_indices=torch.zeros(1))
+    batch.mqa.sliding_window_size = 4
+    with pytest.raises(UnsupportedError, match="sliding window over latent rows"):
+        batch.run(batch.mqa, batch.prepared([2, 2]))
 
 
 PACKERS = {"v41": reference.quantize_k_cache_v41, "v41_fp4": reference.quantize_k_cache_v41_fp4}

@@ -23,7 +23,8 @@ ANSWERS = {
     "bloom": "head_dim",
 }
 # The adapters with latent attention.
-ANSWERS_OF = {"narrowkv.engines.vllm": {"deepseek_v3": None, "dots3_note": "have 1024 columns"}}
+LATENT = {"deepseek_v3": None, "dots3_note": "have 1024 columns"}
+ANSWERS_OF = {"narrowkv.engines.vllm": LATENT, "narrowkv.engines.sglang": LATENT}
 
 
 @pytest.mark.parametrize("engine", [aiter, sglang, vllm], ids=lambda engine: engine.__name__)
@@ -40,6 +41,7 @@ LLAMA = transformers.LlamaConfig
 # An engine, a configuration, the cache's dtype, and a part of the first reason, or None.
 QUESTIONS = [
     *((vllm, LLAMA(head_dim=128), cache_dtype, None) for cache_dtype in (*CACHE_DTYPES, *OWN_SLOTS)),
+    (vllm, transformers.MiMoV2FlashConfig(), "fp8", "with a backend of its own"),
     (vllm, LLAMA(head_dim=72), "auto", "head_dim is 72"),
     (vllm, LLAMA(head_dim=96), "ultraquant_4bit",
      "rotates heads of 64, 128 or 256 channels, and they have 96"),
@@ -47,6 +49,11 @@ QUESTIONS = [
     (sglang, LLAMA(head_dim=128), "fp8_e4m3", None),
     (sglang, LLAMA(head_dim=64), "fp4_mx_block16", None),
     (sglang, LLAMA(head_dim=72), "auto", "head_dim is 72"),
+    (sglang, transformers.MiMoV2FlashConfig(), "fp8_e4m3", None),
+    (sglang, transformers.MiMoV2FlashConfig(), "fp4_mx_block16", "values are narrower"),
+    (sglang, transformers.DeepseekV3Config(), "fp8_e4m3", None),
+    (sglang, transformers.DeepseekV3Config(), "fp8_e5m2", "kv_cache_dtype is fp8_e5m2"),
+    (sglang, transformers.GlmMoeDsaConfig(), "auto", "backend for it is dsa"),
     (sglang, LLAMA(), "nvfp4", "kv_cache_dtype is nvfp4"),
     (sglang, transformers.DeepseekV4Config(), "auto", "deepseek_v4.patch()"),
     (sglang, transformers.GptOssConfig(), "auto", 'register(instead_of="triton")'),

@@ -57,9 +57,9 @@ def rounded_attention(dtype):
         module, query, key, value, attention_mask, scaling, sliding_window=None, softcap=None, s_aux=None, **_
     ):
         layer = getattr(key, LAYER_TAG)
-        batch, heads, tokens, dim = query.shape
+        batch, heads, tokens, _ = query.shape
         layer.store(tokens_of(attention_mask, batch, layer.length, tokens).queries)
-        out = torch.zeros(batch, tokens, heads, dim, dtype=query.dtype)
+        out = torch.zeros(batch, tokens, heads, value.shape[-1], dtype=query.dtype)
         stored = [x.view(batch, -1, *x.shape[2:]) for x in layer.cache.dequantize()]
         for b, keys in enumerate(layer.owner.rows.seq_lens.tolist()):
             count = min(keys, tokens)
@@ -145,6 +145,7 @@ slow = pytest.mark.slow
         ("glm-4.5-air-tiny", "fp8", 1, False),
         ("gpt-oss-tiny", "fp8", 2, False),
         ("gemma-2-tiny", "fp8", 1, False),
+        ("mimo-v2-tiny", "fp8", 2, True),
         # Attention that has nothing which one of the others has not.
         pytest.param("gpt-oss-tiny", "fp8", 2, True, marks=slow),
         pytest.param("qwen3-tiny", "fp8", 1, False, marks=slow),

@@ -14,7 +14,6 @@ from stand_ins.modules import add_module
 from narrowkv.engines import aiter
 from narrowkv.quant import hadamard
 from narrowkv.sage import sage_attention
-from narrowkv.sparse_fp8 import IndexKeys, index_logits
 
 __all__ = ["install"]
 
@@ -55,15 +54,6 @@ def block_attn_mask_to_ragged_lut(mask: torch.Tensor, num_heads: int | None = No
     return mask if mask.dim() == 4 else mask[:, None].expand(-1, num_heads, -1, -1)
 
 
-def fp8_mqa_logits(
-    q: torch.Tensor, kv: torch.Tensor, kv_scales: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor,
-    ends: torch.Tensor, clean_logits: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """AITER's logits of the indexer, over keys without pages."""
-    keys = IndexKeys(kv, kv_scales.reshape(-1), str(kv.dtype).replace("torch.float8", "fp8"))
-    return index_logits(q, weights, keys, starts=starts, ends=ends, clean=clean_logits)
-
-
 def _not_there(name: str) -> Any:
     def call(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{name} is not narrowkv's: the test must be left out")
@@ -100,7 +90,7 @@ def install(folder: Path, suite: Any) -> None:
         pa_sparse_prefill_opus=aiter.pa_sparse_prefill_opus,
     )
     attention = "aiter.ops.triton.attention."
-    add_module(attention + "fp8_mqa_logits", fp8_mqa_logits=fp8_mqa_logits)
+    add_module(attention + "fp8_mqa_logits", fp8_mqa_logits=aiter.fp8_mqa_logits)
     types = {"get_fp8_dtypes": lambda: (torch.float8_e5m2, torch.float8_e4m3fn)}
     add_module("aiter.ops.triton.utils.types", **types)
     add_module(attention + "pa_decode_sparse", pa_decode_sparse=aiter.pa_decode_sparse)

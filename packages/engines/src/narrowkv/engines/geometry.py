@@ -31,13 +31,18 @@ def geometry_reasons(
         []
         >>> geometry_reasons(8, 8, 72)
         ['head_dim is 72, and the kernels have 64, 80, 96, 112, 128, 192, 256']
+        >>> geometry_reasons(64, 4, 192, 128), geometry_reasons(8, 8, 64, 128)
+        ([], ['values have 128 channels, more than the 64 of keys'])
     """
     reasons = []
-    if v_head_dim is not None and v_head_dim != head_dim:
-        reasons.append(f"keys have {head_dim} channels and values {v_head_dim}; a cache has one head_dim")
-    if head_dim not in PREFILL_HEAD_DIMS:
-        served = ", ".join(map(str, PREFILL_HEAD_DIMS))
-        reasons.append(f"head_dim is {head_dim}, and the kernels have {served}")
+    # By width, so that one for both is named once.
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    for channels, name in {v_head_dim: "v_head_dim", head_dim: "head_dim"}.items():
+        if channels not in PREFILL_HEAD_DIMS:
+            served = ", ".join(map(str, PREFILL_HEAD_DIMS))
+            reasons.append(f"{name} is {channels}, and the kernels have {served}")
+    if v_head_dim > head_dim:
+        reasons.append(f"values have {v_head_dim} channels, more than the {head_dim} of keys")
     if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
         reasons.append(f"{num_qo_heads} query heads are no multiple of {num_kv_heads} KV heads")
     return reasons
@@ -76,6 +81,19 @@ def is_latent(config: Any) -> bool:
         True
     """
     return any(_first(layer, "kv_lora_rank") is not None for layer in _layers(config))
+
+
+def has_narrow_values(config: Any) -> bool:
+    """Whether values of a decoder's heads have fewer channels than their keys.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> has_narrow_values(LlamaConfig(head_dim=128))
+        False
+    """
+    return not is_latent(config) and any(
+        (_first(layer, "v_head_dim") or _head_dim(layer)) < _head_dim(layer) for layer in _layers(config)
+    )
 
 
 def decoder_reasons(config: Any, *, latent: bool = False) -> list[str]:

@@ -1,16 +1,19 @@
-"""Steps of a paged engine over latent rows (MLA): one plan and one workspace for all layers of a shape."""
+"""Steps of a paged engine over latent rows (MLA): plans of decodes, pieces of prompts, expanded prompts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from narrowkv.engines.steps import reserve
+from narrowkv.engines.steps import Step, attend, reserve
+from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.operation import Bounded
 from narrowkv.sparse_fp8 import RowsFormat, SparsePlan, plan_latent
 from narrowkv.sparse_fp8.latent import MOST_QUERIES
 
-__all__ = ["MOST_QUERIES", "latent_plan"]
+__all__ = ["MOST_QUERIES", "Pieces", "attend_expanded", "latent_plan"]
 
 _plans: Bounded[SparsePlan] = Bounded(256)
 
@@ -61,3 +64,97 @@ def latent_plan(
         plan = made.with_workspace(reserve(made.workspace_bytes(), made.device))
         _plans.keep(key, plan)
     return plan
+
+
+def attend_expanded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor, k_starts: torch.Tensor,
+    max_q_len: int, max_seq_len: int, *, causal: bool, sm_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention of the tokens of prompts to keys and values that were expanded from latent rows.
+
+    Args:
+        q: `[tokens, num_heads, channels]`, bf16 or fp16.
+        k, v: `[keys, num_heads, channels]`; values may have fewer channels.
+        q_starts, k_starts: `[requests + 1]`, where each request's queries and keys begin.
+        max_q_len, max_seq_len: of a request, on the host.
+        causal: whether a token sees no later key; the last of both belong together.
+        sm_scale: of the logits.
+
+    Returns:
+        `[tokens, num_heads, value's channels]`, and the natural log-sum-exp `[tokens, num_heads]` fp32.
+    """
+    format = "fp16" if k.dtype == torch.float16 else "bf16"
+    cache = PagedKVCache.from_tensors(k.contiguous(), v.contiguous(), format=format, layout="tokens")
+    starts = k_starts.to(torch.int32)
+    ids = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
+    filled = (starts[1:] > starts[:-1]).to(torch.int32)
+    table = PageTable.from_ragged(starts, ids, filled, page_size=1)
+    step = Step(q.shape[0], max_q_len, max_seq_len, q_starts.to(torch.int32), table, max_kv_tokens=k.shape[0])
+    step.decodes = False
+    o, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
+    attend(step, q, cache, o, max_batch=1, sm_scale=sm_scale, causal=causal, lse=lse)
+    return o, lse
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Prompts cut into pieces of `MOST_QUERIES` tokens, which `latent_decode` takes as requests of their own.
+
+    The last piece of a request has its padding in front.
+
+    Attributes:
+        rows: `[pieces * MOST_QUERIES]` int64, the token of each query; `num_tokens` for padding.
+        table: pages and lengths of the pieces.
+        num_tokens: of all requests.
+    """
+
+    rows: torch.Tensor
+    table: PageTable
+    num_tokens: int
+
+    @classmethod
+    def cut(cls, table: PageTable, q_lens: torch.Tensor, host_q_lens: list[int]) -> Pieces:
+        """The pieces of a step; nothing is read from the device.
+
+        Args:
+            table: a block table of the requests, whose lengths include the step's tokens.
+            q_lens: `[requests]`, query tokens of each.
+            host_q_lens: the same on the host.
+
+        Example:
+            >>> table = PageTable.from_block_table(
+            ...     torch.zeros(2, 4, dtype=torch.int32), torch.tensor([30, 9]), page_size=16
+            ... )
+            >>> pieces = Pieces.cut(table, torch.tensor([9, 2]), [9, 2])
+            >>> pieces.table.seq_lens.tolist()
+            [29, 30, 9]
+            >>> pieces.rows.view(3, -1)[1:].tolist()
+            [[11, 11, 11, 11, 11, 11, 11, 8], [11, 11, 11, 11, 11, 11, 9, 10]]
+        """
+        assert table.seq_lens is not None
+        device, size, count = q_lens.device, MOST_QUERIES, sum(-(-n // MOST_QUERIES) for n in host_q_lens)
+        q_lens = q_lens.long()
+        counts = (q_lens + size - 1) // size
+        request = torch.arange(len(host_q_lens), device=device).repeat_interleave(counts, output_size=count)
+        first = (torch.arange(count, device=device) - (counts.cumsum(0) - counts)[request]) * size
+        tokens = (q_lens[request] - first).clamp(max=size)
+        place = torch.arange(size, device=device) - (size - tokens)[:, None]
+        rows = ((q_lens.cumsum(0) - q_lens)[request] + first)[:, None] + place
+        num_tokens = sum(host_q_lens)
+        lens = table.seq_lens[request] - q_lens[request] + first + tokens
+        return cls(
+            rows.masked_fill(place < 0, num_tokens).flatten(),
+            PageTable.from_block_table(
+                table.page_ids[request], lens.to(torch.int32), page_size=table.page_size
+            ),
+            num_tokens,
+        )
+
+    def gather(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries `[num_tokens, ...]` as those of the pieces; padding repeats the last one."""
+        return q[self.rows.clamp(max=self.num_tokens - 1)]
+
+    def scatter(self, o: torch.Tensor) -> torch.Tensor:
+        """Outputs of the pieces as those of the tokens, `[num_tokens, ...]`."""
+        out = o.new_empty(self.num_tokens + 1, *o.shape[1:])
+        return out.index_copy_(0, self.rows, o)[: self.num_tokens]

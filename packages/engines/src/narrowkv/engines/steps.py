@@ -217,7 +217,7 @@ def attend(
         step: the step.
         q: `[num_tokens, num_qo_heads, head_dim]`.
         cache: the layer's pages.
-        out: like q.
+        out: like q, with the channels of the cache's V.
         max_batch: requests of a decode step, at most.
         batch_invariant: give a token the same bits whatever else is in its step. Decodes then go the way of
             prefills, with which they share steps.
@@ -295,6 +295,7 @@ def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, batch_invari
             batch=batch, num_tokens=num_tokens, max_q_len=max_q_len, num_qo_heads=q.shape[1],
             num_kv_heads=cache.num_kv_heads, head_dim=q.shape[2], page_size=cache.page_size,
             max_seq_len=max_seq_len, kv_tokens=kv_tokens, q_dtype=q.dtype, min_q_len=min_q_len,
+            v_head_dim=cache.v_head_dim,
         )  # fmt: skip
         plan = plan_without_memory(
             PrefillPlan, shape, cache, limit=SCRATCH_BYTES, batch_invariant=batch_invariant

@@ -60,6 +60,14 @@ TINY_MODELS = {
         "gemma2", 4, 2, 128, {**_WINDOWS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 128}
     ),
     "gemma-3-tiny": TinyModel("gemma3_text", 4, 2, 256, {**_WINDOWS, "query_pre_attn_scalar": 256}),
+    # Values narrower than keys; layers with a window have sinks and twice the KV heads.
+    "mimo-v2-tiny": TinyModel(
+        "mimo_v2_flash",
+        8,
+        1,
+        192,
+        {**_WINDOWS, **_EXPERTS, "v_head_dim": 128, "n_routed_experts": 4, "mlp_layer_types": ["dense"] * 2},
+    ),
     # Latent attention.
     "deepseek-v3-tiny": TinyModel("deepseek_v3", 12, 12, 64, _LATENT),
     "kimi-linear-tiny": TinyModel(

@@ -2,8 +2,9 @@
 
 They take AITER's tensors as they are: linear caches of one or many tokens a page, vectorised ones with
 transposed V, ragged tables and block tables, descales per tensor, per sequence and per page, FP4 with scales
-for each token and head, and DeepSeek-V4's rows. AITER itself is imported by `patch` alone. Signatures are
-those of AITER at e4048607 (August 2026); two of its pull request 3583 are named as such.
+for each token and head, DeepSeek-V4's rows, and index keys of DeepSeek-V3.2. AITER itself is imported by
+`patch` alone. Signatures are those of AITER at e4048607 (August 2026); two of its pull request 3583 are named
+as such.
 
 Example:
     >>> import narrowkv.engines.aiter as aiter
@@ -18,6 +19,7 @@ from narrowkv.engines.aiter.functions import (
     paged_attention_v1,
     unified_attention,
 )
+from narrowkv.engines.aiter.indexer import deepgemm_fp8_paged_mqa_logits, fp8_mqa_logits
 from narrowkv.engines.aiter.patching import AITER_GQA_RATIOS, patch
 from narrowkv.engines.aiter.sparse import (
     pa_decode_sparse,
@@ -31,6 +33,8 @@ from narrowkv.engines.geometry import decoder_reasons as supports
 
 __all__ = [
     "AITER_GQA_RATIOS",
+    "deepgemm_fp8_paged_mqa_logits",
+    "fp8_mqa_logits",
     "mha_batch_prefill_func",
     "pa_decode_sparse",
     "pa_prefill_sparse",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.engines.aiter import functions
+from narrowkv.engines.aiter import functions, indexer
 from narrowkv.engines.versions import EngineVersionError
 from narrowkv.runtime.errors import UnsupportedError
 
@@ -26,6 +26,11 @@ _PLACES = {
     "paged_attention_ragged": (("aiter.ops.attention", "aiter"), "query", "key_cache"),
     "paged_attention_v1": (("aiter.ops.attention", "aiter"), "query", "key_cache"),
 }
+# The same of the indexer, which is AITER's own unless every call is to go to narrowkv.
+_INDEXER_PLACES = {
+    "fp8_mqa_logits": (("aiter.ops.triton.attention.fp8_mqa_logits",), "Q", "KV"),
+    "deepgemm_fp8_paged_mqa_logits": (("aiter.ops.triton.attention.pa_mqa_logits",), "q_fp8", "kv_cache"),
+}
 _announced: set[tuple[str, str]] = set()
 
 
@@ -38,7 +43,7 @@ def patch(*, everything: bool = False) -> Callable[[], None]:
     with the calls that narrowkv leaves to it; the others refuse them.
 
     Args:
-        everything: every call goes to narrowkv.
+        everything: every call goes to narrowkv, those of the indexer, too.
 
     Returns:
         A function that puts AITER's functions back.
@@ -48,9 +53,10 @@ def patch(*, everything: bool = False) -> Callable[[], None]:
         EngineVersionError: AITER has moved its functions; nothing is replaced then.
     """
     put_back: list[tuple[Any, str, Any]] = []
-    places = {path: _import(path) for modules, _, _ in _PLACES.values() for path in modules}
-    for name, (modules, query, key) in _PLACES.items():
-        own = getattr(functions, name)
+    replaced = _PLACES | _INDEXER_PLACES if everything else _PLACES
+    places = {path: _import(path) for modules, _, _ in replaced.values() for path in modules}
+    for name, (modules, query, key) in replaced.items():
+        own = getattr(indexer if name in _INDEXER_PLACES else functions, name)
         for path in modules:
             module = places[path]
             theirs = getattr(module, name, None)
@@ -88,7 +94,7 @@ def _standing_in(
         # AITER may have added parameters since, at the end or by name: they are not bound to narrowkv's.
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         reason = None
-        if query in given and key in given:
+        if name in _PLACES and query in given and key in given:
             reason = _known_refusal(name, given[query], given[key], given)
         if reason is None and not everything:
             return theirs(*args, **kwargs)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowkv.engines.geometry import decoder_reasons
+from narrowkv.engines.geometry import decoder_reasons, has_narrow_values, is_latent
 from narrowkv.engines.versions import adapting
 from narrowkv.runtime.errors import check_choice
 
 NAME = "narrowkv"
 # SGLang's names of cache dtypes that are served; "auto" is the model's dtype, or what its weights say.
-CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp4_mx_block16")
+LATENT_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")  # of models with latent attention
+CACHE_DTYPES = (*LATENT_CACHE_DTYPES, "fp8_e5m2", "fp4_mx_block16")
 
 
 # Model types that SGLang starts only with backends of a fixed list.
@@ -61,8 +62,9 @@ def register(*, instead_of: str | None = None) -> None:
 def _make(runner: Any) -> Any:
     with adapting("sglang"):
         from narrowkv.engines.sglang.backend import NarrowAttentionBackend
+        from narrowkv.engines.sglang.latent import LatentPoolBackend
 
-    return NarrowAttentionBackend(runner)
+    return (LatentPoolBackend if runner.use_mla_backend else NarrowAttentionBackend)(runner)
 
 
 def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
@@ -80,9 +82,10 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
         >>> supports(LlamaConfig(head_dim=128), kv_cache_dtype="fp8_e4m3")
         []
     """
-    reasons = []
-    if kv_cache_dtype not in CACHE_DTYPES:
-        reasons.append(f"kv_cache_dtype is {kv_cache_dtype}, and narrowkv reads {', '.join(CACHE_DTYPES)}")
+    latent = is_latent(config)
+    reasons, known = [], LATENT_CACHE_DTYPES if latent else CACHE_DTYPES
+    if kv_cache_dtype not in known:
+        reasons.append(f"kv_cache_dtype is {kv_cache_dtype}, and narrowkv reads {', '.join(known)}")
     if str(getattr(config, "model_type", None)).startswith("deepseek_v4"):  # V4.1, too
         return [
             *reasons,
@@ -97,7 +100,11 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
         )
     if getattr(text, "attention_chunk_size", None):
         reasons.append("some layers attend within chunks")
-    return [*reasons, *decoder_reasons(config)]
+    if latent and getattr(text, "index_topk", None):
+        reasons.append("an indexer chooses the tokens that it attends to: SGLang's backend for it is dsa")
+    if kv_cache_dtype == "fp4_mx_block16" and has_narrow_values(config):
+        reasons.append("its values are narrower than its keys, and narrowkv reads them in 16 bits and FP8")
+    return [*reasons, *decoder_reasons(config, latent=True)]
 
 
-__all__ = ["CACHE_DTYPES", "LISTED", "NAME", "register", "supports"]
+__all__ = ["CACHE_DTYPES", "LATENT_CACHE_DTYPES", "LISTED", "NAME", "register", "supports"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -67,19 +67,22 @@ class NarrowAttentionBackend(AttentionBackend):
         UnsupportedError: for pools, models and options that narrowkv does not serve.
     """
 
+    # Query tokens that a request of a decode step may have.
+    _most_guesses: ClassVar[int] = _MOST_GUESSES
+
     def __init__(self, runner: Any) -> None:
         super().__init__()
         args = runner.server_args
         # SGLang's models ask the backend of a step for its pools by these names.
         self.pool = self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
-        reasons = ["it has an MLA cache"] if runner.use_mla_backend else pool_reasons(self.pool)
-        guesses = self.guesses = _verified_tokens(runner, reasons)
+        reasons = self._pool_reasons()
+        self.guesses = _verified_tokens(runner, reasons, self._most_guesses)
         if args.dcp_size > 1:
             reasons.append("--dcp-size is more than 1")
-        deterministic = bool(args.enable_deterministic_inference)
-        self._attend = attend_batch_invariant if deterministic else attend
-        if deterministic and args.enable_mixed_chunk:
+        self.deterministic = bool(args.enable_deterministic_inference)
+        self._attend = attend_batch_invariant if self.deterministic else attend
+        if self.deterministic and args.enable_mixed_chunk:
             reasons.append("--enable-mixed-chunk puts decodes into prefills, so it cannot be deterministic")
         if runner.model_config.is_encoder_decoder:
             reasons.append("it has an encoder")
@@ -106,16 +109,23 @@ class NarrowAttentionBackend(AttentionBackend):
         self._window_slots: torch.Tensor | None = None
         self._verify_mask: VerifyMask | None = None
         self._allocate(self.token_slots.shape[0])
-        config, ranks = runner.model_config, get_parallel().attn_tp_size
+        self._reserve(runner.model_config, runner.dtype)
+
+    def _pool_reasons(self) -> list[str]:
+        return pool_reasons(self.pool)
+
+    def _reserve(self, config: Any, dtype: torch.dtype) -> None:
+        """Allocates the workspace of decode steps while SGLang is being set up."""
+        ranks = get_parallel().attn_tp_size
         shape = DecodeShape(
-            batch=self.max_batch, q_len=guesses, head_dim=config.head_dim, page_size=self.page_size,
+            batch=self.max_batch, q_len=self.guesses, head_dim=config.head_dim, page_size=self.page_size,
             num_qo_heads=config.num_attention_heads // ranks,
-            num_kv_heads=config.get_num_kv_heads(ranks), q_dtype=runner.dtype,
+            num_kv_heads=config.get_num_kv_heads(ranks), q_dtype=dtype, v_head_dim=self.pool.get_v_head_dim(),
             capacity=self._tables[False].shape[1] * self.page_size,
         )  # fmt: skip
         name, group = stored_format(self.pool)
         self._exponent = "mse" if group is None else "sglang"  # of FP4's scales: the pool's own rule
-        reserve_decode(shape, name, self.device, scale_group=group, batch_invariant=deterministic)
+        reserve_decode(shape, name, self.device, scale_group=group, batch_invariant=self.deterministic)
 
     def _allocate(self, max_batch: int) -> None:
         """Page tables for this many requests, one for each pool."""
@@ -271,9 +281,10 @@ class NarrowAttentionBackend(AttentionBackend):
         guesses = 0
         if mode.is_target_verify():
             guesses = batch.spec_info.num_tokens_per_req
-        if not (mode.is_decode() or 0 < guesses <= (_MOST_GUESSES if self.in_trees else MAX_DECODE_TOKENS)):
+        most = self._most_guesses if self.in_trees else min(self._most_guesses, MAX_DECODE_TOKENS)
+        if not (mode.is_decode() or 0 < guesses <= most):
             raise UnsupportedError(
-                f"narrowkv captures steps of at most {MAX_DECODE_TOKENS} tokens a request in graphs, not "
+                f"narrowkv captures steps of at most {most} tokens a request in graphs, not "
                 f"{mode.name} steps of {guesses or 'any number'}"
             )
         self._fill_tables(batch, guesses)
@@ -315,7 +326,7 @@ class NarrowAttentionBackend(AttentionBackend):
 
         Args:
             q: `[tokens, num_qo_heads * head_dim]`.
-            k, v: `[tokens, num_kv_heads, head_dim]`, the new tokens; None if they are stored already.
+            k, v: `[tokens, num_kv_heads, channels]`, the new tokens; None if they are stored already.
             layer: SGLang's `RadixAttention`.
             forward_batch: not read: `init_forward_metadata` has.
             save_kv_cache: whether new tokens are to be stored.
@@ -323,7 +334,7 @@ class NarrowAttentionBackend(AttentionBackend):
             **kwargs: what other backends take; refused unless None.
 
         Returns:
-            Like q.
+            `[tokens, num_qo_heads * v_head_dim]`.
 
         Raises:
             UnsupportedError: for what narrowkv does not serve.
@@ -337,26 +348,27 @@ class NarrowAttentionBackend(AttentionBackend):
         assert self.forward_metadata is not None
         group = self.forward_metadata[found.window]
         slots, step = group.slots, group.step
-        cache, heads, dim = found.cache, layer.tp_q_head_num, layer.head_dim
+        cache, heads = found.cache, layer.tp_q_head_num
         if save_kv_cache and k is not None:
             if k.dim() == 2:
-                k, v = (x.view(-1, layer.tp_k_head_num, dim) for x in (k, v))
+                k, v = (x.view(x.shape[0], layer.tp_k_head_num, -1) for x in (k, v))
             if slots.shape[0] != k.shape[0]:
                 slots = slots[: k.shape[0]]
             append(cache, k, v, slots, exponent=self._exponent)
-        rows, tokens = q.reshape(-1, heads, dim), step.num_tokens
+        rows, tokens = q.reshape(-1, heads, layer.head_dim), step.num_tokens
+        shape = rows.shape[0], heads, layer.v_head_dim
         if tokens == rows.shape[0]:
-            out = written = torch.empty_like(rows)
+            out = written = rows.new_empty(shape)
         else:
-            out = torch.zeros_like(rows)
+            out = rows.new_zeros(shape)
             rows, written = rows[:tokens], out[:tokens]
         self._attend(step, rows, cache, written, max_batch=self.max_batch, sinks=sinks, **found.options)
-        return out.view(-1, heads * dim)
+        return out.flatten(1)
 
     forward_decode = forward_extend
 
 
-def _verified_tokens(runner: Any, reasons: list[str]) -> int:
+def _verified_tokens(runner: Any, reasons: list[str], most: int) -> int:
     """Query tokens of a request in a decode step; adds why guesses cannot be verified to the reasons."""
     args = runner.server_args
     algorithm = args.speculative_algorithm
@@ -366,6 +378,6 @@ def _verified_tokens(runner: Any, reasons: list[str]) -> int:
         reasons.append("its draft model takes another backend: set --speculative-draft-attention-backend")
     elif algorithm not in (*_TREES, _NGRAM):
         reasons.append(f"{algorithm} is not among {', '.join((*_TREES, _NGRAM))}")
-    elif args.speculative_num_draft_tokens > _MOST_GUESSES:
-        reasons.append(f"--speculative-num-draft-tokens is more than {_MOST_GUESSES}")
+    elif args.speculative_num_draft_tokens > most:
+        reasons.append(f"--speculative-num-draft-tokens is more than {most}")
     return int(args.speculative_num_draft_tokens or 1)

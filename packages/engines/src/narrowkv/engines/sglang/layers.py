@@ -11,7 +11,7 @@ from narrowkv.engines.sglang.pools import has_window, layer_cache
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.errors import UnsupportedError
 
-__all__ = ["NOT_SERVED", "Layer", "check_options", "make_layer"]
+__all__ = ["NOT_SERVED", "Layer", "check_layer", "check_options", "make_layer"]
 
 NOT_SERVED = "use another --attention-backend for this model"
 
@@ -45,14 +45,7 @@ def make_layer(pool: Any, layer: Any, buffers: list[torch.Tensor]) -> Layer:
     Raises:
         UnsupportedError: the layer asks for more than causal attention of a decoder.
     """
-    wanted = []
-    if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
-        wanted.append("attention that is not a decoder's own")
-    if layer.xai_temperature_len > 0:
-        wanted.append("xai_temperature_len")
-    if layer.logit_cap and layer.logit_capping_method != "tanh":
-        wanted.append(f"logit_capping_method {layer.logit_capping_method}")
-    _refuse(wanted)
+    check_layer(layer)
     window = layer.sliding_window_size
     return Layer(
         layer,
@@ -65,6 +58,30 @@ def make_layer(pool: Any, layer: Any, buffers: list[torch.Tensor]) -> Layer:
             "window_left": -1 if window is None else window,
         },
     )
+
+
+def check_layer(layer: Any, *, latent: bool = False) -> None:
+    """Refuses layers that ask for more than causal attention of a decoder.
+
+    Args:
+        layer: SGLang's `RadixAttention`.
+        latent: whether it attends to latent rows, without windows and soft caps.
+
+    Raises:
+        UnsupportedError: naming what it asks for.
+    """
+    wanted = []
+    if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
+        wanted.append("attention that is not a decoder's own")
+    if layer.xai_temperature_len > 0:
+        wanted.append("xai_temperature_len")
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        wanted.append(f"logit_capping_method {layer.logit_capping_method}")
+    if latent and layer.sliding_window_size not in (None, -1):
+        wanted.append("sliding window over latent rows")
+    if latent and layer.logit_cap:
+        wanted.append("soft cap over latent rows")
+    _refuse(wanted)
 
 
 def check_options(options: dict[str, Any]) -> None:

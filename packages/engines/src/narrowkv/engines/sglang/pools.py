@@ -8,6 +8,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MHATokenToKVPoolFP4
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from narrowkv.engines.geometry import geometry_reasons
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant.formats import get_format
 
@@ -74,8 +75,9 @@ def pool_reasons(pool: Any) -> list[str]:
         elif part.is_quantized_kv_cache:
             method = type(part.quant_method).__name__
             reasons.append(f"its pool is quantised by {method}, and narrowkv reads 16-bit, FP8 and FP4 pools")
-        if part.head_dim != part.v_head_dim:
-            reasons.append(f"keys have {part.head_dim} channels and values {part.v_head_dim}")
+        reasons += geometry_reasons(1, 1, part.head_dim, part.v_head_dim)
+        if part.head_dim != part.v_head_dim and _is_fp4(part):
+            reasons.append("its FP4 pool has values narrower than keys")
         if part.kv_cache_layout not in _LAYOUTS:
             reasons.append(f"its pool has the layout {part.kv_cache_layout}")
     return reasons

@@ -9,12 +9,7 @@ import torch
 from narrowkv.attn_decode import merge_states, paged_decode
 from narrowkv.attn_prefill import batch_prefill
 from narrowkv.engines.transformers.dense import attend_dense, rows_of
-from narrowkv.engines.transformers.latent import (
-    LatentLayer,
-    attend_expanded,
-    attend_latent,
-    latent_layer,
-)
+from narrowkv.engines.transformers.latent import LatentLayer, attend_latent, latent_layer
 from narrowkv.engines.transformers.layers import LAYER_TAG, NarrowLayer
 from narrowkv.engines.transformers.masks import tokens_of
 
@@ -45,7 +40,7 @@ def attend(
     Args:
         module: the attention module.
         query: `[batch, num_qo_heads, tokens, head_dim]`, bf16 or fp16.
-        key, value: `[batch, num_kv_heads, keys, head_dim]`.
+        key, value: `[batch, num_kv_heads, keys, head_dim]`; values may have fewer channels than keys.
         attention_mask: what `padding_of` returned, `[batch, keys]` (0 for padding), or None.
         scaling: of the logits; default `head_dim ** -0.5`.
         dropout: must be 0.
@@ -56,12 +51,12 @@ def attend(
         **kwargs: what else models pass; arguments that change the result are refused.
 
     Returns:
-        `[batch, tokens, num_qo_heads, head_dim]`, and None for the attention weights. Padding gets 0.
+        `[batch, tokens, num_qo_heads, value's channels]`, and None for the attention weights. Padding gets 0.
 
     Raises:
         TypeError, ValueError: for what narrowkv does not serve.
     """
-    batch, _, tokens, head_dim = query.shape
+    batch, _, tokens, _ = query.shape
     refuse_unknown(kwargs, dropout)
     if query.requires_grad and torch.is_grad_enabled():
         raise ValueError(
@@ -84,8 +79,6 @@ def attend(
     }
     if isinstance(layer, LatentLayer):
         o = attend_latent(module, layer, query, key, value, real.queries, scaling)
-    elif value.shape[-1] < head_dim:
-        o = attend_expanded(query, key, value, real.keys, real.queries, **options)
     elif not isinstance(layer, NarrowLayer):
         o = attend_dense(query, key, value, real.keys, real.queries, **options)
     elif layer.near is None:
@@ -137,7 +130,7 @@ def _attend_apart(
     if tokens == 1:
         layer.store(padding)
         q = query.squeeze(2)
-        o, lse = _states(2, q)
+        o, lse = _states(2, q, value.shape[-1])
         plans = layer.decode_plans(q)
         for i, (cache, table) in enumerate(layer.decode_inputs()):
             paged_decode(q, cache, table, plan=plans[i], out=o[i], lse=lse[i], **options)
@@ -151,7 +144,7 @@ def _attend_apart(
         o = attend_dense(query, key, value, padding, padding, **{**options, "sinks": sinks})
     else:
         q = rows_of(query)
-        o, lse = _states(3, q)
+        o, lse = _states(3, q, value.shape[-1])
         before = (layer.near, step.window.near_before), (layer.cache, step.window.far_before)
         for i, (held, table) in enumerate(before):
             assert held is not None
@@ -163,9 +156,9 @@ def _attend_apart(
     return o
 
 
-def _states(count: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for partial results: o `[count, *q.shape]` and lse without its last axis, fp32."""
-    o = torch.empty(count, *q.shape, dtype=torch.float32, device=q.device)
+def _states(count: int, q: torch.Tensor, channels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for partial results: o `[count, *q.shape[:2], channels]` and lse without its last axis, fp32."""
+    o = torch.empty(count, *q.shape[:2], channels, dtype=torch.float32, device=q.device)
     return o, torch.empty(o.shape[:3], dtype=torch.float32, device=q.device)
 
 

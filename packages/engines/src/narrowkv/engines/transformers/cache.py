@@ -14,11 +14,12 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from narrowkv.engines.geometry import decoder_reasons, is_latent
+from narrowkv.engines.geometry import decoder_reasons, head_dims, is_latent
 from narrowkv.engines.transformers.latent import IndexedLatentLayer, LatentLayer, check_options
 from narrowkv.engines.transformers.layers import NarrowLayer
 from narrowkv.engines.transformers.rows import PaddedBatch
 from narrowkv.paged_cache import CacheFormat, PagedKVCache
+from narrowkv.paged_cache.layouts import check_head_dims
 from narrowkv.quant import Calibration
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import check_positive_int
@@ -92,8 +93,12 @@ class NarrowCache(Cache):
         for reason in decoder_reasons(text, latent=True):
             raise ValueError(f"NarrowCache cannot hold this model: {reason}. Use transformers' own cache")
         self._latent = is_latent(text)
+        self._attention = getattr(text, "_attn_implementation", None)
         if self._latent:
             check_options(self, calibration is not None)
+        elif v_head_dim := getattr(text, "v_head_dim", None):
+            for head_dim in head_dims(text):
+                check_head_dims(head_dim, v_head_dim, self.format)
         layers = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
         super().__init__(layers=[self._narrow(layer, index) for index, layer in enumerate(layers)])
         if calibration is not None:
@@ -108,6 +113,12 @@ class NarrowCache(Cache):
     def _narrow(self, layer: Any, index: int) -> Any:
         if self._latent and type(layer) in (DynamicLayer, DynamicIndexedLayer):
             indexed = type(layer) is DynamicIndexedLayer
+            if indexed and self._attention == "narrowkv":  # whose masks the model's indexer cannot read
+                raise ValueError(
+                    'an indexer chooses the tokens of this model, got attn_implementation="narrowkv": call '
+                    "narrowkv.engines.transformers.deepseek_v4.register() and load it with "
+                    'attn_implementation="narrowkv-sparse"'
+                )
             return IndexedLatentLayer(self, index) if indexed else LatentLayer(self, index)
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             return NarrowLayer(self, apart=self.recent > 0 and type(layer) is DynamicLayer)
@@ -154,16 +165,18 @@ class NarrowCache(Cache):
             batch, self.max_length, self.page_size, device, first=self.first, recent=self.recent
         )
 
-    def allocate_near(self, rows: PaddedBatch, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+    def allocate_near(
+        self, rows: PaddedBatch, num_kv_heads: int, head_dim: int, v_head_dim: int
+    ) -> PagedKVCache:
         """Pages of the first and the newest tokens of one layer, one for each row."""
         shape = (rows.batch, self.first + self.recent, num_kv_heads)
         scales = [torch.ones(shape, dtype=torch.float32, device=rows.device) for _ in "kv"]
         return PagedKVCache.empty(
-            *shape, head_dim, format="fp8_e4m3fn", k_descale=scales[0], v_descale=scales[1],
-            device=rows.device,
+            *shape, head_dim, v_head_dim=v_head_dim, format="fp8_e4m3fn", k_descale=scales[0],
+            v_descale=scales[1], device=rows.device,
         )  # fmt: skip
 
-    def allocate(self, rows: PaddedBatch, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+    def allocate(self, rows: PaddedBatch, num_kv_heads: int, head_dim: int, v_head_dim: int) -> PagedKVCache:
         """Pages of one layer."""
         num_pages = rows.batch * rows.pages
         descales: list[float | torch.Tensor | None] = []
@@ -176,9 +189,9 @@ class NarrowCache(Cache):
             else:
                 descales.append(given)
         return PagedKVCache.empty(
-            num_pages, rows.page_size, num_kv_heads, head_dim, format=self.format, k_descale=descales[0],
-            v_descale=descales[1], scale_group=self.scale_group, scale_format=self.scale_format,
-            device=rows.device,
+            num_pages, rows.page_size, num_kv_heads, head_dim, v_head_dim=v_head_dim, format=self.format,
+            k_descale=descales[0], v_descale=descales[1], scale_group=self.scale_group,
+            scale_format=self.scale_format, device=rows.device,
         )  # fmt: skip
 
     def step_at(self, length: int, tokens: int, padding: torch.Tensor | None) -> Any:

@@ -30,14 +30,14 @@ def attend_dense(
 
     Args:
         query: `[batch, num_qo_heads, tokens, head_dim]`, bf16 or fp16.
-        key, value: `[batch, num_kv_heads, keys, head_dim]`.
+        key, value: `[batch, num_kv_heads, keys, head_dim]`; values may have fewer channels than keys.
         key_tokens, query_tokens: `[batch, keys]` and `[batch, tokens]`, 0 for padding; None for none. A row's
             last key that is a token belongs to its last query that is one.
         sm_scale, logits_soft_cap, window_left, sinks: as for `batch_prefill`.
         out, lse: where to write the output and the log-sum-exp.
 
     Returns:
-        `[batch * tokens, num_qo_heads, head_dim]`.
+        `[batch * tokens, num_qo_heads, value's channels]`.
     """
     (batch, _, tokens, head_dim), keys, device = query.shape, key.shape[2], key.device
     starts: torch.Tensor | None = None
@@ -114,7 +114,7 @@ def attend_places(
 
     Args:
         query: `[batch, num_qo_heads, tokens, head_dim]`.
-        key, value: `[batch, num_kv_heads, keys, head_dim]`.
+        key, value: `[batch, num_kv_heads, keys, head_dim]`; values may have fewer channels than keys.
         places: `[batch, keys]` int32.
         lens: `[batch]` int32.
         starts: where sequences of queries begin, of `interleaved_starts` or one for each row; None for a
@@ -123,7 +123,7 @@ def attend_places(
         sm_scale, logits_soft_cap, window_left: as for `batch_prefill`.
 
     Returns:
-        `[batch * tokens, num_qo_heads, head_dim]`.
+        `[batch * tokens, num_qo_heads, value's channels]`.
     """
     return _attend_places(
         query, key, value, places, lens, starts, sinks, sm_scale, logits_soft_cap, window_left
@@ -141,9 +141,11 @@ def _places_op(*args: object) -> torch.Tensor:
 
 
 @_places_op.register_fake
-def _places_fake(query: torch.Tensor, *rest: object) -> torch.Tensor:
-    batch, heads, tokens, head_dim = query.shape
-    return query.new_empty(batch * tokens, heads, head_dim)
+def _places_fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object
+) -> torch.Tensor:  # fmt: skip
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch * tokens, heads, value.shape[-1])
 
 
 @traces("attend_places")
@@ -168,13 +170,16 @@ def _as_slots(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, tor
     """Keys and values `[batch, heads, keys, head_dim]` as slots `[slots, heads, head_dim]`.
 
     Key t of row b is slot `b * slots of a row + t`; slots between rows are never read. Nothing is copied,
-    unless keys and values lie in different ways, or rows are not whole keys apart.
+    unless keys and values lie in different ways, or rows are not whole keys apart; of contiguous keys, only
+    the values are.
 
     Returns:
         Both, and the slots of a row.
     """
     apart = {_slots_of_a_row(x) for x in (key, value)}
-    if len(apart) > 1 or None in apart:
+    if len(apart) > 1 and key.is_contiguous():
+        value = value.contiguous()
+    elif len(apart) > 1 or None in apart:
         key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
     row = _slots_of_a_row(key)
     assert row is not None

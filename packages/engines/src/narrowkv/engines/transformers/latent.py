@@ -16,6 +16,7 @@ import torch
 
 from narrowkv.engines.deepseek import attend_to_rows, listed_rows
 from narrowkv.engines.geometry import latent_reasons
+from narrowkv.engines.latent import MOST_QUERIES, latent_plan
 from narrowkv.engines.transformers.dense import attend_dense
 from narrowkv.engines.transformers.layers import NarrowLayer, Owner
 from narrowkv.quant import cast_fp8
@@ -296,7 +297,10 @@ def attend_latent(
         order = padding.bool().to(torch.uint8).argsort(stable=True, dim=1)
         query = query.gather(2, order[:, None, :, None].expand_as(query))
     q = _absorbed(query, up_keys)
-    plan = own.latent_plan(q, layer.row_format(), tokens, scale)
+    plan = latent_plan(
+        layer.row_format(), num_qo_heads=heads, page_size=own.page_size, q_len=tokens, dtype=q.dtype,
+        device=q.device, sm_scale=scale, max_batch=own.batch, max_seq_len=own.max_length,
+    )  # fmt: skip
     latent = latent_decode(q, rows, own.table, plan=plan)
     assert isinstance(latent, torch.Tensor)
     o = torch.einsum("nhc,hvc->nhv", latent, up_values).view(batch, tokens, heads, -1)
@@ -321,19 +325,9 @@ def _attend_expanded(
         held = layer.owner.rows.seq_lens - padding.sum(1)
         places = torch.arange(before, device=query.device)
         seen = torch.cat([places < held[:, None], padding.bool()], 1)
-    return attend_expanded(
+    return attend_dense(
         query, key, value, seen, padding, sm_scale=scale, logits_soft_cap=0.0, window_left=-1, sinks=None
     ).view(batch, tokens, query.shape[1], -1)
-
-
-def attend_expanded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_tokens: torch.Tensor | None,
-    query_tokens: torch.Tensor | None, **options: Any,
-) -> torch.Tensor:  # fmt: skip
-    """`attend_dense` for values with fewer channels than keys: zeros are put behind them."""
-    channels = value.shape[-1]
-    wide = torch.nn.functional.pad(value, (0, key.shape[-1] - channels))
-    return attend_dense(query, key, wide, key_tokens, query_tokens, **options)[..., :channels]
 
 
 def attend_listed(

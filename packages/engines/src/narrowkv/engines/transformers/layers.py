@@ -37,10 +37,12 @@ class Owner(Protocol):
     def rows_for(self, batch: int, device: torch.device) -> PaddedBatch:
         """The rows of a batch of this size."""
 
-    def allocate(self, rows: PaddedBatch, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+    def allocate(self, rows: PaddedBatch, num_kv_heads: int, head_dim: int, v_head_dim: int) -> PagedKVCache:
         """Pages of one layer."""
 
-    def allocate_near(self, rows: PaddedBatch, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+    def allocate_near(
+        self, rows: PaddedBatch, num_kv_heads: int, head_dim: int, v_head_dim: int
+    ) -> PagedKVCache:
         """Pages of the first and the newest tokens of one layer."""
 
     def step_at(self, length: int, tokens: int, padding: torch.Tensor | None) -> Any:
@@ -79,9 +81,10 @@ class NarrowLayer(CacheLayerMixin):
         if self.calibration is not None:
             self.calibration = self.calibration.to(key_states.device)
             transform = self.calibration.key_transform()
-        self.cache = replace(self.owner.allocate(rows, heads, head_dim), key_transform=transform)
+        shape = heads, head_dim, value_states.shape[-1]
+        self.cache = replace(self.owner.allocate(rows, *shape), key_transform=transform)
         if self.apart:
-            self.near = replace(self.owner.allocate_near(rows, heads, head_dim), key_transform=transform)
+            self.near = replace(self.owner.allocate_near(rows, *shape), key_transform=transform)
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(
@@ -117,13 +120,12 @@ class NarrowLayer(CacheLayerMixin):
             return
         assert self.cache is not None
         (k, v), self.pending = self.pending, None
-        batch, heads, tokens, head_dim = k.shape
-        step = self.owner.rows.step
+        step, tokens = self.owner.rows.step, k.shape[2]
         assert step is not None
         if tokens == 1:
             k, v = k.squeeze(2), v.squeeze(2)
         else:
-            k, v = (x.transpose(1, 2).reshape(batch * tokens, heads, head_dim) for x in (k, v))
+            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
         if self.calibration is not None:
             v = self.calibration.values(v)
         if self.near is None:

@@ -11,8 +11,6 @@ from narrowkv.attn_decode import DecodePlan, plan_decode
 from narrowkv.attn_prefill import PrefillPlan, plan_prefill
 from narrowkv.engines.transformers.window import Window, WindowStep, between_padding
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.sparse_fp8 import SparsePlan, plan_latent
-from narrowkv.sparse_fp8.binding import RowsFormat
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ class PaddedBatch:
         self.set_lens(self.seq_lens)
         self._decode_plans: dict[Any, DecodePlan] = {}
         self._prefill_plans: dict[Any, PrefillPlan] = {}
-        self._latent_plans: dict[Any, SparsePlan] = {}
 
     def advance(self, tokens: int, padding: torch.Tensor | None) -> ForwardPass:
         """Makes room for the next tokens of every row.
@@ -154,18 +151,6 @@ class PaddedBatch:
         plan = self._decode_plans.get(key)
         if plan is None:
             plan = self._decode_plans[key] = plan_decode(q, cache, table)
-        return plan
-
-    def latent_plan(self, q: torch.Tensor, rows: RowsFormat, q_len: int, sm_scale: float) -> SparsePlan:
-        """The plan of steps of `q_len` tokens over such latent rows, made once for all layers of a shape."""
-        key = (q.shape, q.dtype, rows, q_len, sm_scale)
-        plan = self._latent_plans.get(key)
-        if plan is None:
-            plan = self._latent_plans[key] = plan_latent(
-                num_qo_heads=q.shape[1], rows=rows, page_size=self.page_size, q_len=q_len, device=q.device,
-                query="fp16" if q.dtype == torch.float16 else "bf16", sm_scale=sm_scale,
-                max_batch=self.batch, max_seq_len=self.max_length,
-            )  # fmt: skip
         return plan
 
     def prefill_plan(self, q: torch.Tensor, cache: PagedKVCache, step: ForwardPass) -> PrefillPlan | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from narrowkv.engines.geometry import decoder_reasons, head_dims, is_latent
+from narrowkv.engines.geometry import decoder_reasons, has_narrow_values, head_dims, is_latent
 from narrowkv.engines.versions import adapting
 from narrowkv.engines.vllm.slots import (
     CACHE_DTYPES,
@@ -81,6 +81,8 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
         reasons.append(
             "an indexer chooses the tokens that it attends to; narrowkv's latent attention is dense"
         )
+    if has_narrow_values(config):
+        reasons.append("its values are narrower than its keys, and vLLM starts it with a backend of its own")
     known = LATENT_CACHE_DTYPES if latent else (*CACHE_DTYPES, *OWN_SLOTS)
     if kv_cache_dtype not in known:
         reasons.append(f"kv_cache_dtype is {kv_cache_dtype}, and narrowkv reads {', '.join(known)}")

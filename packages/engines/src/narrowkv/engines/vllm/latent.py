@@ -23,10 +23,9 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from narrowkv.engines.geometry import latent_reasons
-from narrowkv.engines.latent import MOST_QUERIES, latent_plan
-from narrowkv.engines.steps import Step, attend
+from narrowkv.engines.latent import MOST_QUERIES, attend_expanded, latent_plan
 from narrowkv.engines.vllm.slots import LATENT_CACHE_DTYPES, format_of
-from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache import PageTable
 from narrowkv.quant import cast_fp8
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.sparse_fp8 import DSV4Rows, RowsFormat, SparsePlan, latent_decode
@@ -253,34 +252,19 @@ class NarrowLatentPrefill(MLAPrefillBackend):
             raise UnsupportedError("narrowkv's latent attention has no quantised output")
         own = self._prefill_metadata
         starts, most = own.query_start_loc, own.max_query_len
-        o, lse = self._attend(q, k, v, starts, starts, most, most, causal=True)
+        o, lse = attend_expanded(
+            q, k, v, starts, starts, most, most, causal=True, sm_scale=self.scale
+        )  # fmt: skip
         if out is not None:
             o = out.copy_(o)
-        return (o, lse) if return_softmax_lse else o
+        return (o, lse.T.contiguous()) if return_softmax_lse else o
 
     def run_prefill_context_chunk(
         self, chunk: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same of new tokens to all tokens of a chunk of what was stored before them."""
-        sizes = chunk.max_query_len, chunk.max_seq_len
-        o, lse = self._attend(q, k, v, chunk.query_start_loc, chunk.cu_seq_lens, *sizes, causal=False)
-        return (o if out is None else out.copy_(o)), lse
-
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_starts: torch.Tensor,
-        k_starts: torch.Tensor, max_q_len: int, max_seq_len: int, *, causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        wide = torch.nn.functional.pad(v, (0, k.shape[-1] - v.shape[-1]))
-        format = "fp16" if k.dtype == torch.float16 else "bf16"
-        cache = PagedKVCache.from_tensors(k.contiguous(), wide, format=format, layout="tokens")
-        starts = k_starts.to(torch.int32)
-        ids = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)
-        filled = (starts[1:] > starts[:-1]).to(torch.int32)
-        table = PageTable.from_ragged(starts, ids, filled, page_size=1)
-        step = Step(
-            q.shape[0], max_q_len, max_seq_len, q_starts.to(torch.int32), table, max_kv_tokens=k.shape[0]
-        )
-        step.decodes = False
-        o, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        attend(step, q, cache, o, max_batch=1, sm_scale=self.scale, causal=causal, lse=lse)
-        return o[..., : v.shape[-1]], lse.transpose(0, 1).contiguous()
+        o, lse = attend_expanded(
+            q, k, v, chunk.query_start_loc, chunk.cu_seq_lens, chunk.max_query_len, chunk.max_seq_len,
+            causal=False, sm_scale=self.scale,
+        )  # fmt: skip
+        return (o if out is None else out.copy_(o)), lse.T.contiguous()
