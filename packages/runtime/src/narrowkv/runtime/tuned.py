@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import triton_version
 
-__all__ = ["TuneFile", "TunedRow", "read_tuned", "shipped_only", "size_class", "tuned_row"]
+__all__ = ["TuneFile", "TunedRow", "read_tuned", "shipped_only", "size_class", "tuned_choice", "tuned_row"]
 
-_FORMAT = 1
+_FORMAT = 2
 _AGAIN = "run `narrowkv tune` again, or unset NARROWKV_TUNED"
 
 Choice = TypeVar("Choice")
@@ -48,8 +48,9 @@ class TunedRow:
         tuned_us: the same of `choice`.
         spread: the largest (p90 - p10) / median of those times.
         measured: the measured shapes, in words.
-        tried: configurations that were tried; spilled, wrong, failed: those of them that were dropped because
-            they spill registers, differ from the reference, or do not compile or launch.
+        tried: configurations that were tried; spilled, wrong, failed, crashed: those of them that were
+            dropped because they spill registers, differ from the reference, do not compile or launch, or
+            crash the compiler.
         file: the path of the file, for messages.
     """
 
@@ -65,6 +66,7 @@ class TunedRow:
     spilled: int
     wrong: int
     failed: int
+    crashed: int = 0
     file: str = ""
 
     def read_choice(self, kind: type[Choice]) -> Choice | None:
@@ -192,6 +194,19 @@ def tuned_row(target: Target, family: str, shape: str) -> TunedRow | None:
     if why := file.foreign(target):
         raise ValueError(f"{name} {why}; {_AGAIN}")
     return file.rows.get((family, shape))
+
+
+def tuned_choice(
+    target: Target, family: str, shape: str, kind: type[Choice]
+) -> tuple[Choice, str] | tuple[None, str]:
+    """The configuration of a shape class, and where it is from; None where the shipped one is to be taken.
+
+    Raises:
+        ValueError: as `tuned_row`, and for a row whose configuration is not one of `kind`.
+    """
+    row = tuned_row(target, family, shape)
+    choice = None if row is None else row.read_choice(kind)
+    return (None, "") if row is None or choice is None else (choice, row.explain())
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.operation import Bounded, signature_of
 from narrowkv.sage.checks import LAYOUTS, check_block_sizes, check_sage_shape, sage_shape, windows_of
-from narrowkv.sage.operation import SagePlan, make_plan
+from narrowkv.sage.operation import SagePlan, make_plan, with_tuned_config
 from narrowkv.sage.settings import SageOptions
 from narrowkv.sage.shapes import SageShape
 from narrowkv.sage.sixteen_bit import BACKENDS
@@ -274,4 +274,4 @@ def _plan(
         if shape.ragged:
             raise ValueError("a block mask must come without cu_seqlens: it is for sequences of one length")
         options = replace(options, block_sizes=check_block_sizes(options.block_sizes))
-    return make_plan(active_target(place), shape, options, place)
+    return with_tuned_config(make_plan(active_target(place), shape, options, place))

@@ -15,6 +15,7 @@ from narrowkv.runtime.operation import Bounded
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS, choose_config, specialised_config
+from narrowkv.sparse_fp8.config_tuned import tuned_plan
 from narrowkv.sparse_fp8.formats import QUERY_FORMATS, check_formats, num_heads_of, query_format
 from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.launches import route_of
@@ -108,6 +109,7 @@ def plan_sparse(
         mode, target, _compiles(place), place, num_qo_heads, query, prefix, extend, scale, has_sink,
         return_lse, num_splits, batch_invariant,
     )  # fmt: skip
+    plan = tuned_plan(plan, max_num_tokens, max_indices)
     if max_num_tokens is None or max_indices is None:
         return plan
     plan = replace(
@@ -149,11 +151,12 @@ def plan_for(given: SparseArguments, mode: str) -> SparsePlan:
     scale = query.head_dim**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
     device = q.device
     compiled = is_compiled(q.data if isinstance(q, DSV4Rows) else q)
-    return make_plan(
+    plan = make_plan(
         mode, active_target(device), compiled, device, heads, query, formats[0], formats[1], scale,
         given.attn_sink is not None, given.return_lse or given.lse is not None, given.num_splits,
         given.batch_invariant,
     )  # fmt: skip
+    return tuned_plan(plan, first.num_tokens, max(x.nnz for x in (prefix, extend) if x is not None))
 
 
 # Plans of calls that were not planned.
