@@ -143,7 +143,7 @@ def test_the_container_takes_amds_wheels_and_keeps_them() -> None:
     floor = re.search(r">=(\d+)\.(\d+),<", torch)
     assert floor is not None
     assert tuple(map(int, floor.groups())) == SETUP["OLDEST_TORCH"]
-    (install,) = [step for step in steps if step.endswith("torch.__version__\"")]
+    (install,) = [step for step in steps if step.endswith('torch.__version__"')]
     pattern = re.search(r"grep -iE '([^']+)'", install)
     assert pattern is not None
     for name in (*SETUP["DISTRIBUTIONS"]["torch"], *SETUP["DISTRIBUTIONS"]["triton"]):
