@@ -131,3 +131,24 @@ def test_one_line_installs_triton_for_rocm() -> None:
     assert re.findall(r"^TRITON \?= (triton==[\d.]+)$", makefile, re.MULTILINE) == [
         toolchain._INSTALL.removeprefix("pip install ")
     ]
+
+
+def test_the_container_takes_amds_wheels_and_keeps_them() -> None:
+    recipe = (ROOT / "tools" / "rocm.Containerfile").read_text()
+    steps = [line for line in recipe.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+    assert steps[0].startswith("FROM ")
+    assert {step.split()[0] for step in steps} <= {"FROM", "RUN", "ENV", "COPY", "VOLUME", "CMD"}
+    (torch,) = [step for step in steps if "torch[" in step]
+    assert f"--index-url {AMD_INDEX}" in torch
+    floor = re.search(r">=(\d+)\.(\d+),<", torch)
+    assert floor is not None
+    assert tuple(map(int, floor.groups())) == SETUP["OLDEST_TORCH"]
+    (install,) = [step for step in steps if step.endswith('torch.__version__"')]
+    pattern = re.search(r"grep -iE '([^']+)'", install)
+    assert pattern is not None
+    for name in (*SETUP["DISTRIBUTIONS"]["torch"], *SETUP["DISTRIBUTIONS"]["triton"]):
+        assert re.match(pattern[1], f"{name}==1", re.IGNORECASE), name
+    assert install.index("> /torch.txt") < install.index("--constraint /torch.txt /narrowkv")
+    assert steps.index("COPY . /narrowkv") < steps.index(install)
+    command = f"docker build --file {(ROOT / 'tools' / 'rocm.Containerfile').relative_to(ROOT)}"
+    assert command in (ROOT / "docs" / "rocm.md").read_text()

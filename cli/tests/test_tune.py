@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from narrowkv.testing.bench.timing import Timing
 from narrowkv.testing.machine_report import report_document
 from narrowkv.testing.places import Place
 from narrowkv.testing.tune import family_of
+from narrowkv.testing.tune.families import TunedFamily
 from narrowkv.testing.tune.search import Gpu
 
 SMALL = "tune --family decode --heads 4/1 --head-dim 64 --batch 1,2 --context 32"
@@ -54,8 +56,14 @@ class CpuGpu(Gpu):
     def add(self, shapes: Any) -> None:
         pass
 
-    def compile(self, jobs: int | None) -> None:
+    def note(self, shapes: Any, choices: Any) -> None:
         pass
+
+    def compile(self, jobs: int | None = None) -> None:
+        pass
+
+    def crashes(self, call: Any) -> bool:
+        return False
 
     def spills(self, trial: Any) -> int:
         return 0
@@ -96,7 +104,7 @@ def test_rows_are_written_continued_shown_and_used(
     shown = narrowkv("tune --show --file", file)
     assert "2 of 2 shape classes have a configuration faster than the shipped one" in shown.stdout
     assert "block_n 32" in shown.stdout
-    assert "in the place of decode: tiles of 16 rows x 128 keys" in shown.stdout
+    assert "in the place of cpu, decode: tiles of 16 rows x 128 keys" in shown.stdout
 
     shape = DecodeShape(2, 1, 4, 1, 64, 16, 32)
     plan = partial(plan_decode, shape, "fp8_e4m3fn", device="cpu")
@@ -151,3 +159,27 @@ def test_without_a_gpu_there_is_nothing_to_time(without_gpu: None) -> None:
 )  # fmt: skip
 def test_wrong_options_are_refused(line: str, words: str) -> None:
     assert words in narrowkv(f"tune {line}", ends=2).stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--family decode --heads 4/1 --head-dim 64", "--family prefill --heads 4/1 --head-dim 64",
+        "--family sparse --sparse-heads 16 --topk 40", "--family sage --heads 2/1 --head-dim 64",
+    ],
+)  # fmt: skip
+def test_families_are_tuned_on_this_gpu(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def few(family: Any, chosen: Any, whole: Any = TunedFamily.open) -> Any:
+        shapes = whole(family, chosen)
+        return replace(shapes, choices=shapes.choices[1:2], refined=lambda _: ())
+
+    monkeypatch.setattr(TunedFamily, "open", few)
+    file = tmp_path / "tuned.json"
+    command = f"tune {options} --batch 2 --chunk 8 --context 128 --samples 3 --jobs 2"
+    found = document(command, "--file", file)
+    for row in found["classes" if "rehearsal" in found else "rows"]:
+        assert row["tried"] == 1
+        assert (row["wrong"], row["failed"], row["crashed"]) == (0, 0, 0)

@@ -116,7 +116,7 @@ def test_a_plan_with_a_row_gives_the_results_of_the_reference_and_looks_no_row_u
     assert plan.config.split == "even"
     assert "tuned on this GPU" in plan.explain()
     first = paged_decode(q, cache, table, plan=plan)
-    monkeypatch.setattr(config, "tuned_row", lambda *_: pytest.fail("a call looks for a row"))
+    monkeypatch.setattr(config, "tuned_choice", lambda *_: pytest.fail("a call looks for a row"))
     again = paged_decode(q, cache, table, plan=plan)
     assert isinstance(first, torch.Tensor)
     assert isinstance(again, torch.Tensor)

@@ -122,7 +122,7 @@ def test_a_plan_with_a_row_gives_the_results_of_the_reference_and_looks_no_row_u
     assert "tuned on this GPU" in plan.explain()
     assert (plan.config.kernel, plan.config.num_splits) == (kernel, 2)
     first = batch_prefill(q, cache, table, starts, plan=plan)
-    monkeypatch.setattr(config, "tuned_row", lambda *_: pytest.fail("a call looks for a row"))
+    monkeypatch.setattr(config, "tuned_choice", lambda *_: pytest.fail("a call looks for a row"))
     again = batch_prefill(q, cache, table, starts, plan=plan)
     assert isinstance(first, torch.Tensor)
     assert isinstance(again, torch.Tensor)

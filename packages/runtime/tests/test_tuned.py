@@ -88,8 +88,8 @@ REFUSALS = {
         "row has .* fields: colour",
     ),
     "a lost field of a row": (_edited(lambda d: d["rows"][0].pop("tried") and None), "missing fields: tried"),
-    "another format": (_edited(lambda d: d.update(format=2)), "its format is not 1"),
-    "another document": (_edited(lambda d: [1]), "its format is not 1"),
+    "another format": (_edited(lambda d: d.update(format=1)), "its format is not 2"),
+    "another document": (_edited(lambda d: [1]), "its format is not 2"),
     "no JSON": (lambda path: path.write_text("{"), "cannot be read"),
     "no file": (os.remove, "cannot be read"),
 }

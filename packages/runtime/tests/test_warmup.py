@@ -24,6 +24,7 @@ from narrowkv.runtime.launch import (
     launch,
     warmup,
 )
+from narrowkv.runtime.launch.warmup import compile_apart
 
 SOURCE = """
 from typing import Any, NamedTuple
@@ -47,6 +48,15 @@ def copy_kernel(rows, out_ptr, count, N: tl.constexpr, APPLY: tl.constexpr, DTYP
 @triton.jit
 def broken_kernel(out_ptr, N: tl.constexpr):
     tl.store(out_ptr + tl.arange(0, N), tl.arange(0, 2 * N))
+
+@triton.constexpr_function
+def abort():
+    __import__("os").abort()
+
+@triton.jit
+def crashing_kernel(out_ptr, N: tl.constexpr):
+    abort()
+    tl.store(out_ptr + tl.arange(0, N), 0.0)
 """
 
 
@@ -113,6 +123,19 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_others_compile(kernels:
     with pytest.raises(RuntimeError, match=r"broken_kernel did not compile:\n(.|\n)*CompilationError"):
         warmup(specs, "gfx950", processes=1)
     assert warmup(specs[1:], "gfx950").cached == ("copy_kernel",)
+
+
+def test_a_compiler_that_ends_its_process_fails_that_kernel_alone(kernels: Any) -> None:
+    crashing = BoundLaunch(kernels.crashing_kernel, {"N": 16}, LaunchOptions())
+    crash = KernelSpec.of(crashing, (torch.zeros(16),))
+    specs = [crash, *(KernelSpec.of(*call) for call in _calls(kernels))]
+    results = compile_apart(specs, "gfx950", processes=1)
+    print(results[0].error)
+    assert [done.crashed for done in results] == [True, False, False, False]
+    assert "its process ended with exit status -6" in results[0].error
+    assert not any(done.error for done in results[1:])
+    with pytest.raises(RuntimeError, match="crashing_kernel did not compile:\nits process ended"):
+        warmup(specs, "gfx950", processes=2)
 
 
 def test_what_cannot_be_warmed_is_refused(kernels: Any) -> None:

@@ -32,7 +32,7 @@ from narrowkv.cli.options import jobs as number_of
 from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable, version
 from narrowkv.testing.operations import contract_sets
 from narrowkv.testing.traffic import Heads as ModelHeads
-from narrowkv.testing.tune import TUNED_FAMILIES, TUNED_MODELS, TuneSettings
+from narrowkv.testing.tune import TUNED_FAMILIES, TUNED_MODELS, SparseHeads, TuneSettings
 from narrowkv.testing.words import (
     ACCURACY_RECIPES,
     AMD_TARGETS,
@@ -284,6 +284,11 @@ def tune(
     model: Annotated[str, listed("Heads of one GPU's share of a model.", *TUNED_MODELS)] = "glm-4.5-air",
     heads: Annotated[str, typer.Option(metavar="Q/KV", help="Instead: query heads and KV heads.")] = "",
     head_dim: Count = 128,
+    sparse_heads: Annotated[
+        int, typer.Option(min=0, max=128, help="Instead: query heads of sparse attention.")
+    ] = 0,
+    layout: Annotated[str, typer.Option(help="With --sparse-heads: of the rows.")] = "packed584",
+    topk: Annotated[int, typer.Option(min=1, help="With --sparse-heads: rows of a token.")] = 2048,
     page_size: Count = 16,
     cache_format: Formats = "fp8_e4m3fn",
     q: Query = "bf16",
@@ -316,11 +321,20 @@ def tune(
     if show:
         return work.show(report, file)
     families = choices("--family", family, tuple(TUNED_FAMILIES))
-    if heads:
-        report.refuse("with --heads", "model")
-        shares = [ModelHeads(*pair, head_dim) for pair in heads_of(heads)]
+    pairs = heads_of(heads) if heads else []
+    shares: list[ModelHeads | SparseHeads] = [ModelHeads(*pair, head_dim) for pair in pairs]
+    if sparse_heads:
+        from narrowkv.testing.tune.families import SPARSE_LAYOUTS
+
+        one_of("--layout", layout, SPARSE_LAYOUTS)
+        shares.append(SparseHeads(sparse_heads, topk, layout))
     else:
+        report.refuse("without --sparse-heads", "layout", "topk")
+    if not heads:
         report.refuse("without --heads", "head_dim")
+    if shares:
+        report.refuse("with --heads or --sparse-heads", "model")
+    else:
         shares = [TUNED_MODELS[name] for name in choices("--model", model, tuple(TUNED_MODELS))]
     one_of("--q", q, QUERY_DTYPES)
     formats, batches = tuple(cache_formats("--format", cache_format)), tuple(numbers("--batch", batch))

@@ -18,9 +18,10 @@ from narrowkv.testing.machine import versions
 from narrowkv.testing.places import Place, find_place
 from narrowkv.testing.records import number
 from narrowkv.testing.tune import TuneSettings, family_of
-from narrowkv.testing.tune.search import Gpu, TunedFamily, check_shapes, tune_shapes
+from narrowkv.testing.tune.families import TunedFamily
+from narrowkv.testing.tune.search import Gpu, check_shapes, tune_shapes
 
-Step = tuple[TunedFamily, Any]
+Step = tuple[TunedFamily[Any, Any], Any]
 """A family, and a shape class as its `classes` gives it."""
 _COMPILED_AT_ONCE = 16  # shape classes, whose kernels are mostly the same
 
@@ -135,7 +136,7 @@ def _rehearse(report: Report, work: Sequence[Step], gpu: Gpu, jobs: int | None, 
             line.advance(shapes.name)
             report.line(
                 f"{shapes.family}, {shapes.name}: {counts.tried} configurations, {counts.spilled} spill, "
-                f"{counts.wrong} wrong, {counts.failed} failed"
+                f"{counts.wrong} wrong, {counts.failed} failed, {counts.crashed} crash the compiler"
             )
     return report.finish({"rehearsal": True, "classes": body}, ExitCode.NUMERICAL if wrong else ExitCode.OK)
 
@@ -143,7 +144,7 @@ def _rehearse(report: Report, work: Sequence[Step], gpu: Gpu, jobs: int | None, 
 def _show_rows(report: Report, rows: Sequence[TunedRow]) -> None:
     sheet = Sheet([
         *keys("family", "shape class", "measured"), *numbers("shipped us", "tuned us", "gain", "spread"),
-        *numbers("tried", "spilled", "wrong", "failed"), Column("configuration"),
+        *numbers("tried", "spilled", "wrong", "failed", "crashed"), Column("configuration"),
     ])  # fmt: skip
     for row in rows:
         gain = sum(row.shipped_us) / sum(row.tuned_us) - 1
@@ -152,7 +153,7 @@ def _show_rows(report: Report, rows: Sequence[TunedRow]) -> None:
         sheet.add(
             row.family, row.shape, ", ".join(row.measured), shipped, tuned,
             f"{gain:+.1%}" if row.choice else "-", number(row.spread, 2),
-            *map(str, (row.tried, row.spilled, row.wrong, row.failed)), said or "shipped",
+            *map(str, (row.tried, row.spilled, row.wrong, row.failed, row.crashed)), said or "shipped",
         )  # fmt: skip
     report.show(sheet)
 

@@ -14,7 +14,7 @@ from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import WARPGROUP_ROWS, Target
-from narrowkv.runtime.tuned import size_class, tuned_row
+from narrowkv.runtime.tuned import size_class, tuned_choice
 
 SCALED_DOT_DEPTH = 128  # v_mfma_scale_f32_16x16x128_f8f6f4; a shorter dot is lowered to bf16
 _FP8_PREFIX = "fp8_"
@@ -328,11 +328,9 @@ def choose_config(
     )  # fmt: skip
     if kernel or split or tokens_per_split or batch_invariant or not is_tuned(shipped):
         return shipped
-    row = tuned_row(target, "decode", shape_class(shape, k_format, v_format, scale_group))
-    choice = None if row is None else row.read_choice(DecodeChoice)
-    if row is None or choice is None:
-        return shipped
-    return replace(with_choice(target, shape, shipped, choice), tuned=row.explain())
+    name = shape_class(shape, k_format, v_format, scale_group)
+    choice, why = tuned_choice(target, "decode", name, DecodeChoice)
+    return shipped if choice is None else replace(with_choice(target, shape, shipped, choice), tuned=why)
 
 
 def shape_class(shape: DecodeShape, k_format: str, v_format: str, scale_group: int) -> str:

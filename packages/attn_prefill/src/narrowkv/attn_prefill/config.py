@@ -20,7 +20,7 @@ from narrowkv.quant.device import FNUZ_ALIAS, NATIVE
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.targets import WARPGROUP_ROWS, Target, least_columns
 from narrowkv.runtime.toolchain import TRITON
-from narrowkv.runtime.tuned import tuned_row
+from narrowkv.runtime.tuned import tuned_choice
 
 KERNELS = ("dense", "fused", "split", "decode")
 APPEND_KERNELS = ("append_then_attend", "pipelined", "fused", "split")
@@ -104,12 +104,11 @@ def choose_config(
     )
     if kernel is not None or not classes or not is_tuned(shape, shipped):
         return shipped
-    row = tuned_row(target, "prefill", shape_class(shape, formats, plain_keys))
-    choice = None if row is None else row.read_choice(PrefillChoice)
-    if row is None or choice is None or (choice.kernel == "dense" and not scratch_fits):
+    choice, why = tuned_choice(target, "prefill", shape_class(shape, formats, plain_keys), PrefillChoice)
+    if choice is None or (choice.kernel == "dense" and not scratch_fits):
         return shipped
     base = _shipped_config(target, shape, formats, **asked, kernel=choice.kernel)
-    return replace(with_choice(target, shape, base, choice), why=row.explain())
+    return replace(with_choice(target, shape, base, choice), why=why)
 
 
 def _shipped_config(

@@ -192,9 +192,23 @@ COMPILE_ONLY: Mapping[str, Target] = MappingProxyType(
         t.name: t
         for t in (
             Target(
+                name="gfx1201",
+                vendor="amd",
+                description="AMD RDNA 4 (Radeon RX 9070, AI PRO R9700); nothing ran",
+                chip="",
+                wave_size=32,
+                native_fp8="fp8_e4m3fn",
+                has_scaled_mfma=False,
+                fp8_formats=_ALL_FP8,
+                backend="hip",
+                arch="gfx1201",
+                figures=None,
+                compute_units=32,
+            ),
+            Target(
                 name="gfx1250",
                 vendor="amd",
-                description="AMD gfx1250; compiled only",
+                description="AMD gfx1250; nothing ran",
                 chip="",
                 wave_size=32,
                 native_fp8="fp8_e4m3fn",
@@ -222,7 +236,7 @@ def compile_target(name: str | Target) -> Target:
     if isinstance(name, str):
         if name in COMPILE_ONLY:
             return COMPILE_ONLY[name]
-        if name.startswith(("gfx10", "gfx11", "gfx12")):
+        if name.startswith(("gfx10", "gfx11", "gfx12")) and name not in COMPILE_ONLY:
             raise UnsupportedError(
                 f"target {name} is an RDNA GPU: kernels are not written for its matrix instructions; they "
                 f"compile for {known}"

@@ -4,6 +4,9 @@ The environment variable NARROWKV_TUNED names it. A family's `choose_config` cho
 file; then, if the file has a row for the shape class of the call, it takes the configuration of that row.
 Plans look a row up when they are made, so that calls of a plan cost the same with and without a file.
 
+Rows that users sent with `narrowkv report` are shipped in files of the same form, one for each chip and
+version of Triton, in `SHIPPED_ROWS` (`python tools/shipped_rows.py`). A user's own file comes before them.
+
 Example:
     >>> from narrowkv.runtime.targets import get_target
     >>> tuned_row(get_target("gfx942"), "decode", "a shape class that no file has") is None
@@ -17,7 +20,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,9 +28,19 @@ from typing import Any, TypeVar
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import triton_version
 
-__all__ = ["TuneFile", "TunedRow", "read_tuned", "shipped_only", "size_class", "tuned_row"]
+__all__ = [
+    "SHIPPED_ROWS",
+    "TuneFile",
+    "TunedRow",
+    "read_tuned",
+    "shipped_only",
+    "size_class",
+    "tuned_choice",
+    "tuned_row",
+]
 
-_FORMAT = 1
+SHIPPED_ROWS = Path(__file__).parent / "tuned_rows"
+_FORMAT = 2
 _AGAIN = "run `narrowkv tune` again, or unset NARROWKV_TUNED"
 
 Choice = TypeVar("Choice")
@@ -48,9 +61,10 @@ class TunedRow:
         tuned_us: the same of `choice`.
         spread: the largest (p90 - p10) / median of those times.
         measured: the measured shapes, in words.
-        tried: configurations that were tried; spilled, wrong, failed: those of them that were dropped because
-            they spill registers, differ from the reference, or do not compile or launch.
-        file: the path of the file, for messages.
+        tried: configurations that were tried; spilled, wrong, failed, crashed: those of them that were
+            dropped because they spill registers, differ from the reference, do not compile or launch, or
+            crash the compiler.
+        file: the path of the file, for messages; empty for a row that is shipped.
     """
 
     family: str
@@ -65,6 +79,7 @@ class TunedRow:
     spilled: int
     wrong: int
     failed: int
+    crashed: int = 0
     file: str = ""
 
     def read_choice(self, kind: type[Choice]) -> Choice | None:
@@ -94,7 +109,8 @@ class TunedRow:
             f"{tuned:.1f} us instead of {shipped:.1f}"
             for tuned, shipped in zip(self.tuned_us, self.shipped_us, strict=True)
         )
-        return f"tuned on this GPU ({self.file}): {times}"
+        where = f"tuned on this GPU ({self.file})" if self.file else "tuned on such a GPU"
+        return f"{where}: {times}"
 
 
 _ROW_FIELDS = [field.name for field in fields(TunedRow) if field.name != "file"]
@@ -136,6 +152,11 @@ class TuneFile:
             return f"is of Triton {self.triton}, and this is {triton_version()}"
         return ""
 
+    @property
+    def shipped_name(self) -> str:
+        """The name of the file in `SHIPPED_ROWS` for this chip and Triton."""
+        return f"{self.target}-{self.compute_units}-triton-{self.triton}.json"
+
     def document(self) -> dict[str, Any]:
         """The file's JSON document."""
         header = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -150,7 +171,7 @@ class TuneFile:
 
 
 def read_tuned(path: Path) -> TuneFile:
-    """Reads a file.
+    """Reads a file, or what a report of `narrowkv report` holds of one.
 
     Raises:
         ValueError: it cannot be read, or is not what `narrowkv tune` writes now; one line that says what to
@@ -160,6 +181,8 @@ def read_tuned(path: Path) -> TuneFile:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a file of `narrowkv tune`: {error}; {_AGAIN}") from None
+    if isinstance(document, dict) and document.get("tuned"):
+        document = document["tuned"]
     if not isinstance(document, dict) or set(document) != _FILE_FIELDS or document["format"] != _FORMAT:
         named = sorted(_FILE_FIELDS ^ set(document)) if isinstance(document, dict) else []
         why = f"unknown or missing fields: {', '.join(named)}" if named else f"its format is not {_FORMAT}"
@@ -178,20 +201,44 @@ def read_tuned(path: Path) -> TuneFile:
 _read = lru_cache(maxsize=8)(read_tuned)
 
 
+@lru_cache(maxsize=8)
+def _shipped_rows(target: str, compute_units: int) -> Mapping[tuple[str, str], TunedRow]:
+    path = SHIPPED_ROWS / TuneFile(target, compute_units, triton_version(), "", {}).shipped_name
+    if not path.exists():
+        return {}
+    return {key: replace(row, file="") for key, row in read_tuned(path).rows.items()}
+
+
 def tuned_row(target: Target, family: str, shape: str) -> TunedRow | None:
-    """The row of a shape class, if NARROWKV_TUNED names a file that has one.
+    """The row of a shape class in the file that NARROWKV_TUNED names, else the shipped one, if there is one.
 
     Raises:
         ValueError: the file cannot be read, is of another GPU or another Triton, or has unknown fields; one
             line that says what to run.
     """
     name = os.environ.get("NARROWKV_TUNED")
-    if not name or _ignored.get():
-        return None
-    file = _read(Path(name))
-    if why := file.foreign(target):
-        raise ValueError(f"{name} {why}; {_AGAIN}")
-    return file.rows.get((family, shape))
+    row = None
+    if name and not _ignored.get():
+        file = _read(Path(name))
+        if why := file.foreign(target):
+            raise ValueError(f"{name} {why}; {_AGAIN}")
+        row = file.rows.get((family, shape))
+    if row is None or row.choice is None:
+        row = _shipped_rows(target.name, target.compute_units).get((family, shape), row)
+    return row
+
+
+def tuned_choice(
+    target: Target, family: str, shape: str, kind: type[Choice]
+) -> tuple[Choice, str] | tuple[None, str]:
+    """The configuration of a shape class, and where it is from; None where the shipped one is to be taken.
+
+    Raises:
+        ValueError: as `tuned_row`, and for a row whose configuration is not one of `kind`.
+    """
+    row = tuned_row(target, family, shape)
+    choice = None if row is None else row.read_choice(kind)
+    return (None, "") if row is None or choice is None else (choice, row.explain())
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.operation import Bounded, signature_of
 from narrowkv.sage.checks import LAYOUTS, check_block_sizes, check_sage_shape, sage_shape, windows_of
-from narrowkv.sage.operation import PLAN, SAGE, SagePlan, make_plan
+from narrowkv.sage.operation import PLAN, SAGE, SagePlan, make_plan, with_tuned_config
 from narrowkv.sage.options import IN_PLAN, SageArguments
 from narrowkv.sage.shapes import SageShape
 from narrowkv.sage.sixteen_bit import BACKENDS
@@ -160,4 +160,4 @@ def _plan(
         sizes = check_block_sizes(sizes)
     window = None if given.window is None else (given.window[0], given.window[1])
     options = SageArguments(**given.planned | {"window": window, "block_sizes": sizes})
-    return make_plan(active_target(place), shape, options, place)
+    return with_tuned_config(make_plan(active_target(place), shape, options, place))

@@ -43,6 +43,7 @@ class SageConfig:
             heads of a sequence go together then, whatever `programs_together` is. 0 for the launch's order.
         reread_q: Q is read a second time for the tiles that need the mask.
         options: compiler options.
+        tuned: where the configuration is from, and what it gains, if it is not the shipped one.
     """
 
     block_m: int
@@ -56,6 +57,7 @@ class SageConfig:
     xcd_rows: int = 0
     reread_q: bool = False
     ahead: bool = False
+    tuned: str = ""
 
 
 def choose_config(

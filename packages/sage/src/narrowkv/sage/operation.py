@@ -32,6 +32,7 @@ from narrowkv.runtime.targets import Target
 from narrowkv.sage import launches
 from narrowkv.sage.checks import FLOATS, check_block_mask, check_starts, dimensions, windows_of
 from narrowkv.sage.config import choose_config
+from narrowkv.sage.config_tuned import tuned_config
 from narrowkv.sage.options import (
     IN_CALL,
     SageArguments,
@@ -83,6 +84,7 @@ class SagePlan(launches.SageSettings):
         return (
             f"Sage: Q and K in {self.qk_format}, P and V in {config.fp8}; {config.block_m} rows x "
             f"{config.block_n} keys a tile, {config.options.num_warps} warps; "
+            f"{f'{config.tuned}; ' if config.tuned else ''}"
             + ("" if blocks is None else f"block mask of {blocks[0]} queries x {blocks[1]} keys; ")
             + f"workspace {self.workspace_bytes()} bytes; backend='auto' "
             + (f"quantises, because {why}" if why else "takes torch's 16-bit attention, which is faster here")
@@ -469,3 +471,9 @@ def make_plan(target: Target, shape: SageShape, options: SageArguments, device: 
     plan = SagePlan(target=target, shape=shape, options=options, config=config, device=device)
     plan.q_groups, plan.k_groups  # noqa: B018  # refuse unknown granularities
     return plan
+
+
+def with_tuned_config(plan: SagePlan) -> SagePlan:
+    """The plan with the configuration of a tune file, where there is one for its size."""
+    config = tuned_config(plan.target, plan.shape, plan.options, plan.config)
+    return plan if config is plan.config else replace(plan, config=config)

@@ -48,6 +48,8 @@ class SparseConfig:
         xcd_tokens: tokens whose programs run on one XCD, see `xcd_order`; 0 for the order of the launch.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
+        fill: programs a compute unit that splits are to fill the target with; 0 for `programs_at_once`'s.
+        tuned: where the configuration is from, and what it gains, if it is not the shipped one.
     """
 
     kernel: str
@@ -60,6 +62,8 @@ class SparseConfig:
     options: LaunchOptions
     family: str = "portable"
     xcd_tokens: int = 0
+    fill: int = 0
+    tuned: str = ""
 
     def head_blocks(self, num_heads: int) -> int:
         """Number of programs that share the heads of a token."""
@@ -71,7 +75,7 @@ class SparseConfig:
         where = {"hopper": " for Hopper", "cdna": " for CDNA"}.get(self.family, "")
         return (
             f"{self.kernel}{where}: {self.block_h} heads x {self.block_k} rows a tile, "
-            f"{self.options.num_warps} warps{qk}"
+            f"{self.options.num_warps} warps{qk}{f'; {self.tuned}' if self.tuned else ''}"
         )
 
 
@@ -92,7 +96,8 @@ def programs_at_once(target: Target, config: SparseConfig, paged: bool) -> int:
     other program reads, and two fit: by the model of `_AMD_ROWS`, 64 sequences of 8k bf16 rows, gfx950
     139 us instead of 251.
     """
-    return target.compute_units * (2 if paged and target.is_amd and config.block_h <= 32 else 1)
+    shipped = 2 if paged and target.is_amd and config.block_h <= 32 else 1
+    return target.compute_units * (config.fill or shipped)
 
 
 def choose_splits(
@@ -112,6 +117,8 @@ def choose_splits(
     if programs * 2 > compute_units or tiles < 2:
         return 1
     most = min(compute_units // max(programs, 1), MOST_CHOSEN_SPLITS)
+    if config.fill:
+        return min(most, tiles)
     if not target.is_nvidia:
         # As many programs as run at once, and at least two tiles each, so that the merge takes less time.
         return max(1, min(most, tiles // 2))

@@ -23,6 +23,7 @@ from narrowkv.runtime.operation import Bounded
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import QUERY_FORMATS, RowsFormat
 from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS, choose_config, specialised_config
+from narrowkv.sparse_fp8.config_tuned import tuned_plan
 from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.launches import route_of
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS, ROPE_DIM
@@ -126,6 +127,7 @@ def plan_sparse(
         device=place, num_qo_heads=num_qo_heads, query=query, prefix=prefix, extend=extend, sm_scale=scale,
         has_sink=has_sink, writes_lse=return_lse, num_splits=num_splits, batch_invariant=batch_invariant,
     )  # fmt: skip
+    plan = tuned_plan(plan, max_num_tokens, max_indices)
     if max_num_tokens is None or max_indices is None:
         return plan
     plan = replace(
@@ -166,13 +168,14 @@ def plan_for(given: SparseArguments, mode: str) -> SparsePlan:
     check_formats(mode, query, formats[0], formats[1])
     scale = query.head_dim**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
     device = q.device
-    return make_plan(
+    plan = make_plan(
         mode=mode, target=active_target(device),
         compiled=is_compiled(q.data if isinstance(q, DSV4Rows) else q), device=device, num_qo_heads=heads,
         query=query, prefix=formats[0], extend=formats[1], sm_scale=scale,
         has_sink=given.attn_sink is not None, writes_lse=given.return_lse or given.lse is not None,
         num_splits=given.num_splits, batch_invariant=given.batch_invariant,
     )  # fmt: skip
+    return tuned_plan(plan, first.num_tokens, max(x.nnz for x in (prefix, extend) if x is not None))
 
 
 # Plans of calls that were not planned.

@@ -7,6 +7,7 @@ cache folder of Triton (TRITON_CACHE_DIR), from which the calling process then l
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import os
@@ -177,6 +178,23 @@ class Warmup:
     cached: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class CompileResult:
+    """What became of one kernel.
+
+    Attributes:
+        spec: the kernel.
+        error: what the compiler said; empty if it compiled.
+        cached: whether Triton's cache held it already.
+        crashed: whether the compiler ended its process.
+    """
+
+    spec: KernelSpec
+    error: str = ""
+    cached: bool = False
+    crashed: bool = False
+
+
 def warmup(
     launches: Iterable[KernelSpec],
     target: str | None = None,
@@ -203,6 +221,36 @@ def warmup(
         >>> warmup([])
         Warmup(compiled=(), cached=())
     """
+    results = compile_apart(launches, target, processes=processes, progress=progress)
+    failed = [f"{done.spec.name} did not compile:\n{done.error}" for done in results if done.error]
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    return Warmup(
+        compiled=tuple(done.spec.name for done in results if not done.cached),
+        cached=tuple(done.spec.name for done in results if done.cached),
+    )
+
+
+def compile_apart(
+    launches: Iterable[KernelSpec],
+    target: str | None = None,
+    *,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[CompileResult]:
+    """Compiles kernels as `warmup` does, and tells of each what became of it.
+
+    A kernel whose compiler ends its process has failed alone: another process compiles the next one.
+
+    Args:
+        launches, target, processes, progress: as for `warmup`.
+
+    Returns:
+        The results, in the order in which compilations ended.
+
+    Raises:
+        UnsupportedError: there is no GPU, and no target is named.
+    """
     specs = list({pickle.dumps(spec): spec for spec in launches}.values())
     if processes is not None:
         check_positive_int("processes", processes)
@@ -213,9 +261,9 @@ def warmup(
     todo: queue.SimpleQueue[KernelSpec] = queue.SimpleQueue()
     for spec in specs:
         todo.put(spec)
-    done: queue.SimpleQueue[tuple[str, str, bool]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[CompileResult] = queue.SimpleQueue()
     workers = [_Worker(target, todo, done) for _ in range(min(len(specs), processes or os.cpu_count() or 1))]
-    results: list[tuple[str, str, bool]] = []
+    results: list[CompileResult] = []
     try:
         for worker in workers:
             worker.start()
@@ -227,13 +275,7 @@ def warmup(
     finally:
         for worker in workers:
             worker.stop()
-    failed = [f"{name} did not compile:\n{error}" for name, error, _ in results if error]
-    if failed:
-        raise RuntimeError("\n".join(failed))
-    return Warmup(
-        compiled=tuple(name for name, _, cached in results if not cached),
-        cached=tuple(name for name, _, cached in results if cached),
-    )
+    return results
 
 
 def load_kernels(launches: Iterable[KernelSpec]) -> None:
@@ -258,14 +300,18 @@ class _Worker(threading.Thread):
         self,
         target: str | None,
         todo: queue.SimpleQueue[KernelSpec],
-        done: queue.SimpleQueue[tuple[str, str, bool]],
+        done: queue.SimpleQueue[CompileResult],
     ) -> None:
         super().__init__(daemon=True)
-        self._todo, self._done = todo, done
+        self._target, self._todo, self._done = target, todo, done
+        self._lock, self._stopped = threading.Lock(), False
+        self._process = self._begin()
+
+    def _begin(self) -> subprocess.Popen[bytes]:
         # Not multiprocessing: its processes import the caller's main module, or are forks, which a GPU
         # forbids.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import _work; _work({target!r})"],
+        return subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import _work; _work({self._target!r})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)},
@@ -273,25 +319,37 @@ class _Worker(threading.Thread):
 
     def run(self) -> None:
         """Sends one kernel after another."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         while True:
             try:
                 spec = self._todo.get_nowait()
             except queue.Empty:
                 return
             try:
+                assert self._process.stdin is not None
+                assert self._process.stdout is not None
                 pickle.dump(spec, self._process.stdin)
                 self._process.stdin.flush()
-                error, cached = pickle.load(self._process.stdout)
+                result = CompileResult(spec, *pickle.load(self._process.stdout))
             except (EOFError, OSError, pickle.PickleError) as lost:
-                error, cached = f"its process ended: {lost!r}", False
-            self._done.put((spec.name, error, cached))
+                with self._lock:
+                    if self._stopped:
+                        return
+                    self._end()
+                    said = f"its process ended with exit status {self._process.returncode}: {lost!r}"
+                    result = CompileResult(spec, said, crashed=True)
+                    self._process = self._begin()
+            self._done.put(result)
 
     def stop(self) -> None:
         """Ends the process, whatever it does."""
+        with self._lock:
+            self._stopped = True
+            self._end()
+
+    def _end(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        with contextlib.suppress(OSError):  # what was to be sent to a process that has ended
+            self._process.communicate()
 
 
 def _work(target: str | None) -> None:

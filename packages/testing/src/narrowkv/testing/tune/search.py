@@ -1,31 +1,31 @@
 """The search of `narrowkv tune`: times the configurations of each shape class and keeps the fastest.
 
-A class is measured at two of its shapes. Each configuration is compared with the reference first; those that
-spill registers, are wrong or do not run are dropped and counted. The fastest few and the shipped one
-are then timed in turns. A configuration takes the place of the shipped one only if it is faster by more than
-the noise, and slower at no measured shape.
+A class is measured at two of its shapes. Kernels are compiled in other processes. Each configuration is
+compared with the reference first; those that spill registers, are wrong, do not run or crash the compiler are
+dropped and counted. The fastest few and the shipped one are then timed in turns. A configuration takes the
+place of the shipped one only if it is faster by more than the noise, and slower at no measured shape.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
 from statistics import fmean
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from narrowkv.runtime.launch import KernelSpec, recording, warmup
+from narrowkv.runtime.launch import KernelSpec, recording
 from narrowkv.runtime.launch.gpu import gpu_launch
+from narrowkv.runtime.launch.warmup import CompileResult, compile_apart
 from narrowkv.runtime.tuned import TunedRow
 from narrowkv.testing.bench.timing import GraphTimer, Timing
 
-__all__ = ["Gpu", "Search", "Shapes", "TunedCall", "TunedFamily", "check_shapes", "tune_shapes"]
+__all__ = ["Gpu", "Search", "Shapes", "TunedCall", "check_shapes", "tune_shapes"]
 
 Choice = TypeVar("Choice", bound=Hashable)
 _FINALISTS, _ROUNDS = 3, 4
@@ -70,21 +70,6 @@ class Shapes(Generic[Choice]):
     trials: tuple[Callable[[Choice | None], TunedCall], ...]
 
 
-class TunedFamily(Protocol):
-    """A family of kernels that `narrowkv tune` has configurations for."""
-
-    name: str
-
-    def classes(self) -> Sequence[Any]:
-        """The shape classes to search, each of which `open` takes."""
-
-    def name_of(self, chosen: Any) -> str:
-        """The name of a class, as its rows have it."""
-
-    def open(self, chosen: Any) -> Shapes[Any]:
-        """Makes the tensors of a class, and its calls."""
-
-
 class Gpu:
     """What only a GPU can do: compile in parallel, count spilled registers and time.
 
@@ -96,25 +81,35 @@ class Gpu:
         self.timer = GraphTimer(samples=samples, seconds=0.05)
         # By their bytes: tensor descriptors among arguments have no hash.
         self._noted: dict[bytes, KernelSpec] = {}
-        self._compiled: set[bytes] = set()
+        self._compiled: dict[bytes, CompileResult] = {}
+
+    def note(self, shapes: Shapes[Choice], choices: Iterable[Choice | None]) -> None:
+        """Notes kernels of configurations of a class, to be compiled."""
+        for choice, make in product(choices, shapes.trials):
+            self._noted |= {pickle.dumps(spec): spec for spec in _specs(partial(make, choice))}
 
     def add(self, shapes: Shapes[Any]) -> None:
         """Notes what a search of a class has to compile, as far as it is known beforehand."""
         # Variants differ in kernels of their own, such as a merge, that all tiles share.
         variants = [other for choice in shapes.choices[:_SPLITS] for other in shapes.refined(choice)]
-        for choice, make in product((None, *shapes.choices, *variants), shapes.trials):
-            self._noted |= {pickle.dumps(spec): spec for spec in _specs(partial(make, choice))}
+        self.note(shapes, (None, *shapes.choices, *variants))
 
-    def compile(self, jobs: int | None) -> None:
-        """Compiles what was noted, in parallel.
+    def compile(self, jobs: int | None = None) -> None:
+        """Compiles what was noted, in processes of their own, which a compiler that crashes ends.
 
         A kernel that does not compile fails again where its configuration is tried.
         """
         new = [spec for key, spec in self._noted.items() if key not in self._compiled]
-        self._compiled.update(self._noted)
         self._noted.clear()
-        with contextlib.suppress(RuntimeError):
-            warmup(new, processes=jobs)
+        for done in compile_apart(new, processes=jobs):
+            self._compiled[pickle.dumps(done.spec)] = done
+
+    def crashes(self, call: TunedCall) -> bool:
+        """Whether the compiler crashed on a kernel of a call."""
+        with recording() as recorder:
+            call.run()
+        keys = map(pickle.dumps, recorder.specs())
+        return any(key in self._compiled and self._compiled[key].crashed for key in keys)
 
     def spills(self, call: TunedCall) -> int:
         """Registers that the kernels of a call spill, the most of one kernel; the call has been made."""
@@ -141,13 +136,14 @@ class Search:
     """Counts of a class's search.
 
     Attributes:
-        tried, spilled, wrong, failed: as in `TunedRow`.
+        tried, spilled, wrong, failed, crashed: as in `TunedRow`.
     """
 
     tried: int = 0
     spilled: int = 0
     wrong: int = 0
     failed: int = 0
+    crashed: int = 0
     spills_shipped: int = field(default=0, repr=False)
 
 
@@ -170,6 +166,11 @@ def _first_times(
     for make in shapes.trials:
         try:
             trial = make(choice)  # lives as long as its graph, which uses its plan's memory
+            if gpu.crashes(trial):
+                if choice is None:
+                    raise RuntimeError("the compiler crashes on the shipped configuration")
+                counts.crashed += 1
+                return []
             graph = _checked(trial, gpu)
             spills = gpu.spills(trial)
         except torch.cuda.OutOfMemoryError:
@@ -199,6 +200,8 @@ def _first_times(
 def check_shapes(shapes: Shapes[Choice], gpu: Gpu) -> Search:
     """Counts the configurations of a class that are dropped, where a GPU has no device times."""
     counts = Search()
+    gpu.note(shapes, (None, *shapes.choices))
+    gpu.compile()
     for choice in (None, *shapes.choices):
         counts.tried += choice is not None
         _first_times(shapes, choice, gpu, counts, math.inf)
@@ -243,10 +246,14 @@ def tune_shapes(
         RuntimeError: the shipped configuration is wrong.
     """
     counts = Search()
+    gpu.note(shapes, [None])
+    gpu.compile()
     shipped = _first_times(shapes, None, gpu, counts, math.inf)
     found: dict[Choice, list[float]] = {}
 
     def search(choices: Sequence[Choice]) -> None:
+        gpu.note(shapes, choices)
+        gpu.compile()
         for choice in choices:
             fastest = min((times[0] for times in found.values()), default=shipped[0])
             counts.tried += 1
@@ -273,8 +280,8 @@ def tune_shapes(
     kept: Mapping[str, Any] | None = None if best is None else asdict(best)  # type: ignore[call-overload]
     return TunedRow(
         shapes.family, shapes.name, kept, shapes.shipped, shipped_us,
-        shipped_us if best is None else faster[best],
-        round(spread, 3), shapes.measured, counts.tried, counts.spilled, counts.wrong, counts.failed,
+        shipped_us if best is None else faster[best], round(spread, 3), shapes.measured,
+        counts.tried, counts.spilled, counts.wrong, counts.failed, counts.crashed,
     )  # fmt: skip
 
 
