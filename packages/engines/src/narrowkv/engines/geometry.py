@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from narrowkv.paged_cache.layouts import PREFILL_HEAD_DIMS
+from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.sparse_fp8.config import MOST_HEADS
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, ROPE_DIM
 
@@ -30,13 +30,13 @@ def geometry_reasons(
         >>> geometry_reasons(96, 8, 128)
         []
         >>> geometry_reasons(8, 8, 72)
-        ['head_dim is 72, and the kernels have 64, 80, 96, 112, 128, 192, 256']
+        ['head_dim is 72, and the kernels have 64, 80, 96, 112, 128, 192, 256, 320, 512']
     """
     reasons = []
     if v_head_dim is not None and v_head_dim != head_dim:
         reasons.append(f"keys have {head_dim} channels and values {v_head_dim}; a cache has one head_dim")
-    if head_dim not in PREFILL_HEAD_DIMS:
-        served = ", ".join(map(str, PREFILL_HEAD_DIMS))
+    if head_dim not in HEAD_DIMS:
+        served = ", ".join(map(str, HEAD_DIMS))
         reasons.append(f"head_dim is {head_dim}, and the kernels have {served}")
     if num_kv_heads < 1 or num_qo_heads % num_kv_heads:
         reasons.append(f"{num_qo_heads} query heads are no multiple of {num_kv_heads} KV heads")

@@ -11,6 +11,7 @@ from narrowkv.testing.contracts import (
     FP8,
     GLM_GQA12,
     PAGES,
+    WIDE_HEADS,
     ContractSet,
     Shape,
     alike,
@@ -80,6 +81,7 @@ OPERATION = operation.OperationEntry(
             Shape(batch=1, q_len=1, context=16384, num_qo_heads=96, num_kv_heads=8, head_dim=128),
             contracts(FUNCTION, ("bf16",), alike("bf16", *FP8), PAGES),
         ),
+        WIDE_HEADS.asking(*contracts(FUNCTION, ("bf16",), (*alike("bf16", *FP8[:1]), *FP4), (16,))),
         ContractSet(
             "fp4-capacity",
             "how many tokens a GiB holds: FP4 and K-FP8/V-FP4 caches against FP8 and bf16",

@@ -11,6 +11,7 @@ from narrowkv.testing.contracts import (
     FP8,
     GLM_GQA12,
     PAGES,
+    WIDE_HEADS,
     ContractSet,
     Shape,
     alike,
@@ -47,6 +48,10 @@ OPERATION = operation.OperationEntry(
         GLM_GQA12.asking(
             *contracts(PREFILL, QUERY_DTYPES, alike(*FP8[:1]), PAGES),
             *contracts(PREFILL, FP8[:1], alike(*FP8[:1]), PAGES, bound=BOUND_FP8_COMPUTE),
+        ),
+        WIDE_HEADS.asking(
+            *contracts(PREFILL, ("bf16",), (*alike(*FP8[:1]), *FP4), (16,)),
+            *contracts(APPEND, ("bf16",), (*alike(*FP8[:1]), *FP4), (16,)),
         ),
         ContractSet(
             "batch-prefill",
