@@ -16,6 +16,7 @@ from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.toolchain import TRITON
+from narrowkv.testing.cases.decode import K8V4
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.codegen import compile_call
 from narrowkv.testing.roofline import matrix_share
@@ -69,6 +70,13 @@ IN_TURNS: list[dict[str, Any]] = [
     {}, {"q_dtype": torch.float8_e4m3fn}, {"format": "bf16"}, APPEND, {**APPEND, "format": "bf16"},
     {**APPEND, "granularity": "head"},
 ]  # fmt: skip
+# Heads wider than 256: formats, and what holds more numbers for a row or a key.
+WIDE: list[dict[str, Any]] = [
+    *({"head_dim": n, **fmt} for n in (320, 512) for fmt in ({}, *FORMATS, *INTEGERS, {"format": K8V4})),
+    {"head_dim": 320, "format": "fp4_e2m1", "scale_group": 16, "scale_format": "e4m3"},
+    {"head_dim": 512, "granularity": "token_head", "logits_soft_cap": 3.0, "window_left": 600},
+    {"head_dim": 512, "q_lens": (1,)}, {"head_dim": 512, "q_dtype": torch.float16},
+]  # fmt: skip
 
 
 def kernels() -> Iterator[tuple[PrefillCase, str]]:
@@ -87,6 +95,8 @@ def kernels() -> Iterator[tuple[PrefillCase, str]]:
         for way, fmt in product((*WAYS, {"kernel": "split"}), ({}, FORMATS[0])):
             yield call(way, fmt, head_dim=192, v_head_dim=128), target
         yield call(APPEND_THEN_ATTEND, rope="neox", head_dim=192, v_head_dim=128), target
+        for way, changes in product((*WAYS, {"kernel": "split"}, {**APPEND, "kernel": "split"}), WIDE):
+            yield call(way, changes), target
         for way, page_size in product((DENSE, FUSED), (1, 3, 64)):
             yield call(way, page_size=page_size), target
         yield call(APPEND_FUSED, rope="neox", rotary_dim=128), target

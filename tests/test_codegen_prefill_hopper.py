@@ -11,6 +11,7 @@ import torch
 from narrowkv.attn_prefill import plan_append
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.runtime.toolchain import TRITON
+from narrowkv.testing.cases.decode import K8V4
 from narrowkv.testing.cases.prefill import PrefillCase
 
 
@@ -284,3 +285,24 @@ def test_an_append_among_long_decodes_has_few_programs(
     assert looped == loops
     # Up to 26 sequences of 18,000 tokens would fill 3,700 blocks of each of 8 heads.
     assert programs <= 8000
+
+
+WAYS = [("prefill", kernel) for kernel in ("dense", "fused", "split")]
+WAYS += [("append", kernel) for kernel in ("append_then_attend", "fused", "split")]
+
+
+@pytest.mark.sampled(always=[{"way": ("append", "fused"), "fmt": "fp8_e4m3fn", "head_dim": 512}], most=2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("head_dim", [320, 512])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "int4", "fp4_e2m1", K8V4], ids=str)
+def test_heads_wider_than_256_spill_nothing(
+    fmt: Any, head_dim: int, way: tuple[str, str], sm90_code: Any
+) -> None:
+    operation, kernel = way
+    case = PrefillCase(
+        operation=operation, kernel=kernel, q_lens=(64,), lens=(700,), num_kv_heads=2, gqa_ratio=4,
+        head_dim=head_dim, format=fmt,
+    )  # fmt: skip
+    for code in _kernels(case, sm90_code):
+        assert code.stack_bytes() == 0, code.name
+        assert code.shared_bytes <= 227 * 1024

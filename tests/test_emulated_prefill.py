@@ -59,6 +59,15 @@ CASES: dict[str, PrefillCase] = {
     "dense, V narrower than K": small(DENSE, head_dim=192, v_head_dim=128),
     "fused, bf16, V narrower than K": small(FUSED, head_dim=192, v_head_dim=128, format="bf16"),
     "append, V narrower than K, rope": append(head_dim=192, v_head_dim=128, rope="neox"),
+    "dense, head_dim 512, a window": small(DENSE, head_dim=512, window_left=9),
+    "fused, head_dim 512, bf16": small(FUSED, head_dim=512, format="bf16"),
+    "fused, head_dim 320, K FP8 and V FP4": small(FUSED, head_dim=320, format=K8V4),
+    "append, fused, head_dim 512, FP4, E4M3 scales": append(
+        head_dim=512, format="fp4_e2m1", scale_group=16, scale_format="e4m3", rope="neox"
+    ),
+    "append in turns, head_dim 320, rope": append(
+        head_dim=320, kernel="append_then_attend", rope="neox", rotary_dim=64
+    ),
     "append, OCP, a chunk that begins inside a page": append(),
     "append, FNUZ, rope": append(format="fp8_e4m3fnuz", rope="neox"),
     "append, bf16, fp16 queries": append(format="bf16", q_dtype=torch.float16),

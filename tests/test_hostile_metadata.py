@@ -628,6 +628,12 @@ def _register() -> Iterator[tuple[str, Scene]]:
         yield f"prefill, {kernel}, V narrower than K", _prefill(replace(chunk, **widths), kernel=kernel)
     for kernel in ("append_then_attend", "fused"):
         yield f"prefill_append, {kernel}, V narrower than K", _prefill(replace(a, **widths), kernel=kernel)
+    yield "append, heads of 320", _append(head_dim=320, format="fp4_e2m1")
+    yield "decode, heads of 320", _decode(replace(one, head_dim=320), split="even")
+    for kernel in ("dense", "fused", "split"):
+        yield f"prefill, {kernel}, heads of 320", _prefill(replace(chunk, head_dim=320), kernel=kernel)
+    for kernel in ("append_then_attend", "fused", "split"):
+        yield f"prefill_append, {kernel}, heads of 320", _prefill(replace(a, head_dim=320), kernel=kernel)
     yield "append, fp8, scales by token", _append(granularity="token_head")
     yield "append, fp8, rope", _append(rope=True)
     s = SparseCase.small(

@@ -34,7 +34,8 @@ _CACHES = (
     ("fp4_e2m1", "fp4_e2m1", 0), ("fp4_e2m1", "fp4_e2m1", 16), ("fp4_e2m1", "fp4_e2m1", 32),
     ("fp8_e4m3fn", "fp4_e2m1", 0), ("int8", "int8", 0), ("int8", "int4", 0),
 )  # fmt: skip
-_HEADS = ((96, 8, 128), (12, 1, 128), (64, 8, 64), (16, 4, 256))  # query heads, KV heads, head_dim
+# Query heads, KV heads, head_dim.
+_HEADS = ((96, 8, 128), (12, 1, 128), (64, 8, 64), (16, 4, 256), (32, 4, 512))
 _BATCHES = tuple(product((1, 4, 16, 64), (1024, 8192, 32768)))  # sequences and keys of each
 _CHUNKS = (
     (1, 64, 4096),

@@ -21,7 +21,7 @@ from narrowkv.engines.vllm.slots import (
     slot_reasons,
 )
 from narrowkv.paged_cache import append
-from narrowkv.paged_cache.layouts import PREFILL_HEAD_DIMS
+from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.quant import hadamard
 from narrowkv.quant.fp4 import decode_fp4, unpack_fp4
 
@@ -64,7 +64,7 @@ def test_appended_tokens_come_back_through_the_views_and_nothing_else_changes(ca
     assert touched.nonzero().flatten().tolist() == [BLOCK + 1, 2 * BLOCK + 5]
 
 
-@pytest.mark.parametrize("head_dim", PREFILL_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_dim_that_is_answered_yes_has_slots(head_dim):
     one = torch.tensor(0.02)
     for cache_dtype in [*CACHE_DTYPES[3:], *OWN_SLOTS]:

@@ -15,7 +15,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import check_apart, check_new_tokens
 from narrowkv.paged_cache.checks import check_table, tensors_of
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
-from narrowkv.paged_cache.layouts import PREFILL_HEAD_DIMS
+from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.checks import refuse_overlap
 from narrowkv.runtime.errors import (
     check_descale_tensor,
@@ -176,8 +176,8 @@ def prefill_shape(
     check_shape("q", q, ("tokens", "num_qo_heads", "head_dim"))
     check_last_dim_contiguous("q", q)
     num_tokens, num_qo_heads, head_dim = q.shape
-    if head_dim not in PREFILL_HEAD_DIMS:
-        raise ValueError(f"q must have head_dim in {PREFILL_HEAD_DIMS}, got {head_dim}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q must have head_dim in {HEAD_DIMS}, got {head_dim}")
     if head_dim != cache.head_dim:
         raise ValueError(f"q must have the cache's head_dim {cache.head_dim}, got {head_dim}")
     if num_qo_heads % cache.num_kv_heads or num_qo_heads == 0:
@@ -258,8 +258,8 @@ def check_shape_of_plan(shape: PrefillShape, cache: PagedKVCache, *, appends: bo
             f"shape must have the cache's (num_kv_heads, head_dim, v_head_dim, page_size) {wanted}, "
             f"got {sizes}"
         )
-    if shape.head_dim not in PREFILL_HEAD_DIMS:
-        raise ValueError(f"shape must have head_dim in {PREFILL_HEAD_DIMS}, got {shape.head_dim}")
+    if shape.head_dim not in HEAD_DIMS:
+        raise ValueError(f"shape must have head_dim in {HEAD_DIMS}, got {shape.head_dim}")
     if shape.num_qo_heads % shape.num_kv_heads:
         raise ValueError(
             f"shape must have a multiple of {shape.num_kv_heads} KV heads, "

@@ -8,7 +8,7 @@ from typing import Any
 
 from narrowkv.attn_prefill.config_tuned import PrefillChoice, is_tuned, shape_class, with_choice
 from narrowkv.attn_prefill.cost import few_classes, rates_of
-from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, WIDE_HEAD, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
     block_m_for,
     dense_config,
@@ -240,6 +240,7 @@ def _fp8_config(
     if can_decode and kernel in (None, "decode"):
         # Model, 12 rows over 2k keys: HBM is busy for 100% of the time, beside the kernel "fused" 17%.
         return PrefillConfig("decode", "every sequence has one query token", fp8=operand)
+    _check_fp8_width(shape)
     large_head = shape.head_dim > 128
     block_m = _fp8_block_m(target, shape)
     tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
@@ -258,6 +259,15 @@ def _fp8_config(
     base = fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", large_head)
     options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill scalars
     return replace(base, block_n=_fp8_block_n(target), fp8=operand, options=options)
+
+
+def _check_fp8_width(shape: PrefillShape) -> None:
+    """Refuses FP8 products of wide heads: 16 rows by 32 keys of 512 channels spill 22 registers on gfx942."""
+    if shape.head_dim > WIDE_HEAD:
+        raise UnsupportedError(
+            f"FP8 products are for heads of {WIDE_HEAD} channels or fewer, got {shape.head_dim}; "
+            "a 16-bit query reads any cache"
+        )
 
 
 def _fp8_block_m(target: Target, shape: PrefillShape) -> int:
@@ -314,6 +324,7 @@ def choose_append_config(
         if kernel not in (None, "fused"):
             raise UnsupportedError(f"fp8_compute has kernel='fused' only, got {kernel!r}")
         operand = fp8_operand(target, formats[0])
+        _check_fp8_width(shape)
         block_m = _fp8_block_m(target, shape)
         base = fused_config(
             target, shape, block_m, "FP8 matrix units take the old tokens as they are", large_head

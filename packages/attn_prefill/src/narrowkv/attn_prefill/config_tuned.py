@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
-from narrowkv.attn_prefill.shapes import SCRATCH_BLOCK, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape, scratch_block
 from narrowkv.attn_prefill.tiles import partial_programs
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target, least_columns
@@ -99,7 +99,7 @@ def with_choice(
         base,
         block_n=choice.block_n,
         num_splits=min(choice.num_splits, most),
-        scratch_block=SCRATCH_BLOCK,
+        scratch_block=scratch_block(shape.head_dim),
         ping_pong=None,
         options=options,
     )

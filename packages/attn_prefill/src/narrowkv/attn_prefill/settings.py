@@ -13,7 +13,7 @@ from narrowkv.attn_prefill.binding import per_key, read_options
 from narrowkv.attn_prefill.config import choose_append_config, choose_config
 from narrowkv.attn_prefill.cost import explain_class, few_bounds, most_widened
 from narrowkv.attn_prefill.memory import LaunchMemory, MemorySizes, make_memory, scratch_bytes
-from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, SCRATCH_BLOCK, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, PrefillConfig, PrefillShape, scratch_block
 from narrowkv.attn_prefill.tiles import split_config
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.binding import BoundCache, bind_cache
@@ -246,7 +246,7 @@ class PrefillSettings(Plan):
     def scratch_bytes(self, shape: PrefillShape) -> int:
         """Bytes of the scratch for calls of up to this shape."""
         sequences = self.widened_sequences(shape)
-        return scratch_bytes(shape, SCRATCH_BLOCK, sequences, appends=self.appends)
+        return scratch_bytes(shape, scratch_block(shape.head_dim), sequences, appends=self.appends)
 
     def _has_classes(self) -> bool:
         """Whether sequences with few query tokens can have launches of their own."""
@@ -271,7 +271,8 @@ class PrefillSettings(Plan):
         may_widen = self.kernel not in ("fused", "split", "decode") and not self.batch_invariant
         may_widen = may_widen and (config.fp8 is None or not (self.appends or self.target.is_nvidia))
         if config.kernel not in IN_PAGES or (may_widen and self.scratch_fits):
-            blocks = (SCRATCH_BLOCK, _LARGEST_BLOCK) if self.pipelines else (SCRATCH_BLOCK,)
+            least = scratch_block(self.shape.head_dim)
+            blocks = (least, _LARGEST_BLOCK) if self.pipelines else (least,)
             kernel = "append_then_attend" if self.appends else "dense"
             configs += [
                 replace(config, kernel=kernel, scratch_block=block, k_in_pages=self.pipelines)

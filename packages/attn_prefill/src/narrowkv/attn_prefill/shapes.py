@@ -12,6 +12,12 @@ from narrowkv.runtime.launch import LaunchOptions
 ANY_LEN = 2**31 - 1  # a bound of query tokens that no sequence exceeds
 IN_PAGES = ("fused", "split")  # kernels that read the cache in its pages
 SCRATCH_BLOCK = 64  # keys; each sequence's widened keys begin at a multiple of it
+WIDE_HEAD = 256  # channels; wider heads have tiles of their own
+
+
+def scratch_block(head_dim: int) -> int:
+    """`SCRATCH_BLOCK`, half as much of wide heads: a program that widens 64 keys of 512 channels spills."""
+    return SCRATCH_BLOCK if head_dim <= WIDE_HEAD else SCRATCH_BLOCK // 2
 
 
 @dataclass(frozen=True)

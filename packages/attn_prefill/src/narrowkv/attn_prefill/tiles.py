@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.shapes import WIDE_HEAD, PrefillConfig, PrefillShape, scratch_block
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import TARGETS, Target, least_columns
 
@@ -16,6 +16,8 @@ _KEYS_IN_PAGES = 8192
 # Warps of a kernel that reads pages which a compute unit holds at once: sm90 at 255 registers, CDNA two waves
 # on each of four SIMDs.
 _RESIDENT_WARPS = 8
+# Heads wider than 256 on NVIDIA; without the limit the compiler stops at 128 registers for some, and spills.
+_WIDE_IN_PAGES = LaunchOptions(num_warps=8, num_stages=2, maxnreg=255)
 # gfx950 issues packed float32 arithmetic only while the matrix unit is idle.
 _NO_PACKED_FP32 = "target-features=-packed-fp32-ops"
 _ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
@@ -66,7 +68,7 @@ def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
     16 tokens a program: 1k over 4k 22.3 and 18.2 us, 128 over 32k 89 and 70.
     """
     masks = target.is_amd and head_dim not in (64, 128)
-    warps = block // (8 if masks or target.is_nvidia else 16)
+    warps = block // (4 if head_dim > WIDE_HEAD else 8 if masks or target.is_nvidia else 16)
     return LaunchOptions(
         num_warps=warps, num_stages=1, maxnreg=64 if block == 128 and head_dim <= 128 else None
     )
@@ -123,6 +125,8 @@ def dense_config(
     options = LaunchOptions(
         num_warps=8 if large_head else 4, num_stages=2 if large_head and block_n == 64 else 3
     )
+    if shape.head_dim > WIDE_HEAD:
+        block_m, block_n, options = min(block_m, 32), 32, LaunchOptions(num_warps=8, num_stages=2)
     splits = choose_splits(
         target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n)
     )
@@ -131,8 +135,9 @@ def dense_config(
     # Tiles of few rows always have it, so that tables of any width compile the same kernels.
     overlap = target.is_nvidia and not large_head and (shape.max_seq_len >= 4096 or block_m < 64)
     return PrefillConfig(
-        "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap,
-        options=options,
+        "dense", why, block_m, block_n, num_splits=splits, overlap=overlap, options=options,
+        tma=target.name == "sm90" and shape.head_dim <= WIDE_HEAD,
+        scratch_block=scratch_block(shape.head_dim),
     )  # fmt: skip
 
 
@@ -183,7 +188,7 @@ def _amd_dense_config(
     ahead = not gfx950 and head_dim <= 128
     config = PrefillConfig(
         "dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options,
-        xcd_rows=xcd_rows(target, shape, block_m),
+        xcd_rows=xcd_rows(target, shape, block_m), scratch_block=scratch_block(head_dim),
     )  # fmt: skip
     turns = gfx950 and shape.v_dim == head_dim == 128 and plain and splits == 1 and rows >= 256
     if not turns or shape.row_tiles(256) * shape.num_kv_heads < compute_units_of(target):
@@ -255,13 +260,16 @@ def split_config(
             # 192 and 128 channels: these spill 8 bytes at most, 64 rows over bf16 304, and 144 in 4 warps; 32
             # rows of 4 warps spill 128 in an append to FP8.
             block_m, options = 32, LaunchOptions(num_warps=8, num_stages=2)
+        if shape.head_dim > WIDE_HEAD:
+            block_m, block_n, options = 16, 32, _WIDE_IN_PAGES
     else:
         # A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
         plain = fused_config(target, shape, block_m, why, large_head)
         block_m, block_n, options = plain.block_m, 16 if target.is_amd else 64, plain.options
     config = PrefillConfig(
-        "split", why, block_m, block_n, q_lens=q_lens, as_decode=target.is_nvidia, options=options
-    )
+        "split", why, block_m, block_n, q_lens=q_lens, as_decode=target.is_nvidia, options=options,
+        scratch_block=scratch_block(shape.head_dim),
+    )  # fmt: skip
     # The interpreter runs programs one after the other.
     compute_units = 1 if target.name == "cpu" else compute_units_of(target)
     slots = -(-_RESIDENT_WARPS * compute_units // (options.num_warps * shape.num_kv_heads))
@@ -277,7 +285,8 @@ def fused_config(
     """
     if target.is_amd:
         # Smaller tiles of rows spill scalar registers, as do 32 keys a tile beside the merge of splits.
-        block_m = 64
+        # 64 rows of 512 channels spill 95 vector registers on gfx942, 32 rows over bf16 27.
+        block_m = 64 if shape.head_dim <= WIDE_HEAD else 16
         programs = shape.row_tiles(block_m) * shape.num_kv_heads
         block_n = 16 if large_head or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
         options = LaunchOptions(
@@ -290,9 +299,12 @@ def fused_config(
         # H200, FP4, 16/8 heads of 256, 128 over 4k: 64 keys 129 us, 32 keys 148.
         block_n = max(32, least_columns(target, block_m)) if large_head else 64
         options = LaunchOptions(num_warps=8 if large_head and block_m == 64 else 4, num_stages=2)
+        if shape.head_dim > WIDE_HEAD and target.is_nvidia:  # 32 rows spill
+            block_m, block_n, options = 16, 32, _WIDE_IN_PAGES
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
     splits = choose_splits(target, programs, -(-shape.max_seq_len // block_n))
     return PrefillConfig(
         "fused", why, block_m, block_n, num_splits=splits, options=options,
         xcd_rows=xcd_rows(target, shape, block_m) if target.is_amd else 0,
+        scratch_block=scratch_block(shape.head_dim),
     )  # fmt: skip

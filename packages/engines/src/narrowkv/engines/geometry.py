@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from narrowkv.paged_cache.layouts import PREFILL_HEAD_DIMS
+from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.sparse_fp8.config import MOST_HEADS
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, ROPE_DIM
 
@@ -30,7 +30,7 @@ def geometry_reasons(
         >>> geometry_reasons(96, 8, 128)
         []
         >>> geometry_reasons(8, 8, 72)
-        ['head_dim is 72, and the kernels have 64, 80, 96, 112, 128, 192, 256']
+        ['head_dim is 72, and the kernels have 64, 80, 96, 112, 128, 192, 256, 320, 512']
         >>> geometry_reasons(64, 4, 192, 128), geometry_reasons(8, 8, 64, 128)
         ([], ['values have 128 channels, more than the 64 of keys'])
     """
@@ -38,8 +38,8 @@ def geometry_reasons(
     # By width, so that one for both is named once.
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     for channels, name in {v_head_dim: "v_head_dim", head_dim: "head_dim"}.items():
-        if channels not in PREFILL_HEAD_DIMS:
-            served = ", ".join(map(str, PREFILL_HEAD_DIMS))
+        if channels not in HEAD_DIMS:
+            served = ", ".join(map(str, HEAD_DIMS))
             reasons.append(f"{name} is {channels}, and the kernels have {served}")
     if v_head_dim > head_dim:
         reasons.append(f"values have {v_head_dim} channels, more than the {head_dim} of keys")

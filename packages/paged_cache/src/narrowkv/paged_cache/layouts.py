@@ -11,9 +11,8 @@ from narrowkv.quant.formats import Format, get_format
 from narrowkv.runtime.errors import UnsupportedError
 
 LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised")
-# Head dimensions that decode supports; of those, the ones that prefill supports.
+# Head dimensions that attention kernels support.
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 320, 512)
-PREFILL_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
 
 def check_head_dim(head_dim: int) -> None:

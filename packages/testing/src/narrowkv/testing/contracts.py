@@ -12,7 +12,7 @@ from itertools import product
 
 __all__ = [
     "BOUND_16_BIT_QUERY", "BOUND_FP8_COMPUTE", "BOUND_FP8_P", "BOUND_SPARSE", "FP4", "FP8", "GLM_GQA12",
-    "PAGES", "Contract", "ContractSet", "Shape", "alike", "contracts",
+    "PAGES", "WIDE_HEADS", "Contract", "ContractSet", "Shape", "alike", "contracts",
 ]  # fmt: skip
 
 # Bounds on the relative L1 error.
@@ -130,3 +130,10 @@ GLM_GQA12 = ContractSet(
     Shape(batch=4, q_len=1, context=1024, num_qo_heads=96, num_kv_heads=8, head_dim=128),
 )
 """The set that decode and prefill share, without its contracts."""
+
+WIDE_HEADS = ContractSet(
+    "wide-heads",
+    "a few tokens of heads of 512 channels, as in Gemma 4's global layers",
+    Shape(batch=2, q_len=4, context=70, num_qo_heads=32, num_kv_heads=4, head_dim=512),
+)
+"""Likewise."""

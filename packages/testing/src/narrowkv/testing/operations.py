@@ -25,6 +25,7 @@ from narrowkv.testing.contracts import (
     FP8,
     GLM_GQA12,
     PAGES,
+    WIDE_HEADS,
     Contract,
     ContractSet,
     Shape,
@@ -117,6 +118,7 @@ DECODE = OperationEntry(
             Shape(batch=1, q_len=1, context=16384, num_qo_heads=96, num_kv_heads=8, head_dim=128),
             contracts(PAGED_DECODE, ("bf16",), alike("bf16", *FP8), PAGES),
         ),
+        WIDE_HEADS.asking(*contracts(PAGED_DECODE, ("bf16",), (*alike("bf16", *FP8[:1]), *FP4), (16,))),
         ContractSet(
             "fp4-capacity",
             "how many tokens a GiB holds: FP4 and K-FP8/V-FP4 caches against FP8 and bf16",
@@ -175,6 +177,10 @@ PREFILL = OperationEntry(
         GLM_GQA12.asking(
             *contracts(BATCH_PREFILL, QUERY_DTYPES, alike(*FP8[:1]), PAGES),
             *contracts(BATCH_PREFILL, FP8[:1], alike(*FP8[:1]), PAGES, bound=BOUND_FP8_COMPUTE),
+        ),
+        WIDE_HEADS.asking(
+            *contracts(BATCH_PREFILL, ("bf16",), (*alike(*FP8[:1]), *FP4), (16,)),
+            *contracts(PREFILL_APPEND, ("bf16",), (*alike(*FP8[:1]), *FP4), (16,)),
         ),
         ContractSet(
             "batch-prefill",

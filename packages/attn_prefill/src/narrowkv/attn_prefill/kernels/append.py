@@ -226,6 +226,12 @@ def _prefill_append_kernel(
         )  # fmt: skip
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     acc, m, l = multiply_values(acc, m, l, o_scale)
+    if BLOCKS.dk > 256:
+        # Beside the old keys' loop it would spill, so it is loaded once more.
+        own_q = load_rotated(
+            own, at, rope, tokens, row_mask, dk, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved,
+            ".ca",
+        ).to(KIND)  # fmt: skip
     acc, m, l = attend_to_chunk(
         own_q, acc, m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head,
         q_start, q_len, within, own_begin, own_end, SIZES, STORING, RULES, BLOCKS,

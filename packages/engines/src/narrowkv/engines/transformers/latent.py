@@ -22,7 +22,6 @@ from narrowkv.engines.transformers.layers import NarrowLayer, Owner
 from narrowkv.quant import cast_fp8
 from narrowkv.sparse_fp8 import DSV4Rows, latent_decode
 from narrowkv.sparse_fp8.binding import QUERY_FORMATS, RowsFormat
-from narrowkv.sparse_fp8.latent import MOST_QUERIES
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 
 __all__ = [

@@ -49,7 +49,7 @@ from narrowkv.engines.vllm.slots import (
     slot_reasons,
 )
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
-from narrowkv.paged_cache.layouts import PREFILL_HEAD_DIMS
+from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.errors import UnsupportedError
 
 # The mode of cache dtypes that plugins register; vLLM 0.32 has none.
@@ -144,7 +144,7 @@ class NarrowAttentionBackend(AttentionBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Channels of a head."""
-        return list(PREFILL_HEAD_DIMS)
+        return list(HEAD_DIMS)
 
     @classmethod
     def supports_sink(cls) -> bool:

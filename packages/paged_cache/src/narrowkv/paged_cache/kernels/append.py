@@ -84,14 +84,15 @@ def load_cos_sin(rope, tokens, mask, angle, rotates):
 @triton.jit
 def load_rotated(
     ptr, at, rope, tokens, mask, d,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, CACHING: tl.constexpr = "",
 ):  # fmt: skip
     """Columns `d` of the rows at `ptr + at`, rotated, float32 [N, D] (RoFormer, Su et al. 2021).
 
     A column is itself times cos plus its partner times sin, each product rounded, as the host computes it.
+    CACHING: the loads' cache modifier; the compiler merges loads only of the same one.
     """
     inside = mask[:, None] & (d < HEAD_DIM)[None, :]
-    x = tl.load(ptr + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(ptr + at[:, None] + d[None, :], mask=inside, other=0.0, cache_modifier=CACHING).to(tl.float32)
     if ROTARY_DIM > 0:
         HALF: tl.constexpr = ROTARY_DIM // 2
         if INTERLEAVED:
@@ -103,7 +104,8 @@ def load_rotated(
             partner = tl.where(d < HALF, d + HALF, d - HALF)
             first = d < HALF
         rotates = mask[:, None] & (d < ROTARY_DIM)[None, :]
-        y = tl.load(ptr + at[:, None] + partner[None, :], mask=rotates, other=0.0).to(tl.float32)
+        y = tl.load(ptr + at[:, None] + partner[None, :], mask=rotates, other=0.0, cache_modifier=CACHING)
+        y = y.to(tl.float32)
         cos, sin = load_cos_sin(rope, tokens, mask, angle, rotates)
         turned = product(x, cos) + product(tl.where(first[None, :], -y, y), sin)
         x = tl.where(rotates, turned, x)

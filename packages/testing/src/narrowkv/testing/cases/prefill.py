@@ -284,7 +284,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "q_dtype": (torch.float16,),
     "layout": ("HND", "concat", "vectorised", "padded"),
     "page_size": (1, 3, 32, 64, 128),
-    "head_dim": (80, 96, 112, 128, 192, 256),
+    "head_dim": (80, 96, 112, 128, 192, 256, 320, 512),
     "gqa_ratio": (1, 2, 5, 7, 8, 12, 71),
     "num_kv_heads": (2,),
     "granularity": ("tensor", "head", "token_head"),
