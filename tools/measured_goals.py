@@ -490,8 +490,10 @@ def measure_all(given: argparse.Namespace, chosen: Sequence[Line]) -> int:
 def commit() -> str:
     """The commit of the working tree, or "" where there is no repository."""
     asked = ["git", "rev-parse", "--short=8", "HEAD"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return found.stdout.strip()
+    with suppress(OSError):  # git is not installed
+        found = subprocess.run(asked, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+        return found.stdout.strip()
+    return ""
 
 
 def _document(rows: list[dict[str, Any]], ceilings: Ceilings, of_commit: str) -> dict[str, Any]:
