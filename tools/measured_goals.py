@@ -521,7 +521,9 @@ def merged(documents: Sequence[dict[str, Any]], of_commit: str) -> dict[str, Any
     if len(devices) > 1:
         raise ValueError(f"shards must be of one kind of GPU, got {', '.join(sorted(devices))}")
     first, rows = documents[0], [row for document in documents for row in document["rows"]]
-    ceilings = {key: median(each["ceilings"][key] for each in documents) for key in first["ceilings"]}
+    ceilings = {
+        key: round(median(each["ceilings"][key] for each in documents)) for key in first["ceilings"]
+    }
     order = {line.name: i for i, line in enumerate(lines())}
     rows.sort(key=lambda row: order.get(row["line"], len(order)))
     return {
