@@ -119,6 +119,7 @@ def _check_early_begin(ahead: Any, attend: Any, early: bool = True) -> None:
         ("fp8_e4m3fn", 128, 2048, 128, 0.0), ("bf16", 128, 2048, 128, 0.0),
         ("fp8_e4m3fn", 64, 2048, 128, 0.0), ("fp8_e4m3fn", 256, 4096, 64, 0.0), ("bf16", 256, 4096, 64, 0.0),
         ("fp8_e4m3fn", 128, 4096, 128, 50.0), ("fp8_e4m3fn", 256, 4096, 64, 50.0),
+        ("fp4_e2m1", 128, 2048, 128, 0.0),
     ],
 )  # fmt: skip
 def test_scores_and_values_overlap(
@@ -130,7 +131,9 @@ def test_scores_and_values_overlap(
     )  # fmt: skip
     widen, attend = _kernels(case, sm90_code)
     in_scalar = not cap  # the capped scores are not multiplied again
-    _check(attend, head_dim, block_n, scales=1, with_factors=fmt == "bf16", in_scalar=in_scalar)
+    with_factors = fmt in ("bf16", "fp4_e2m1")
+    _check(attend, head_dim, block_n, scales=1, with_factors=with_factors, in_scalar=in_scalar)
+    assert widen.stack_bytes() == 0 or fmt == "bf16"
     _check_early_begin(widen, attend)
 
 

@@ -490,8 +490,10 @@ def measure_all(given: argparse.Namespace, chosen: Sequence[Line]) -> int:
 def commit() -> str:
     """The commit of the working tree, or "" where there is no repository."""
     asked = ["git", "rev-parse", "--short=8", "HEAD"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return found.stdout.strip()
+    with suppress(OSError):  # git is not installed
+        found = subprocess.run(asked, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+        return found.stdout.strip()
+    return ""
 
 
 def _document(rows: list[dict[str, Any]], ceilings: Ceilings, of_commit: str) -> dict[str, Any]:
@@ -519,7 +521,9 @@ def merged(documents: Sequence[dict[str, Any]], of_commit: str) -> dict[str, Any
     if len(devices) > 1:
         raise ValueError(f"shards must be of one kind of GPU, got {', '.join(sorted(devices))}")
     first, rows = documents[0], [row for document in documents for row in document["rows"]]
-    ceilings = {key: median(each["ceilings"][key] for each in documents) for key in first["ceilings"]}
+    ceilings = {
+        key: round(median(each["ceilings"][key] for each in documents)) for key in first["ceilings"]
+    }
     order = {line.name: i for i, line in enumerate(lines())}
     rows.sort(key=lambda row: order.get(row["line"], len(order)))
     return {

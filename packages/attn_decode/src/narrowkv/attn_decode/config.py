@@ -237,10 +237,13 @@ def _short_call(
         # splits of a sequence than 128 take longer to merge than they save: H200, 8/1 heads, B1 ctx32768, 128
         # splits 21.1 us, 256 splits 26.9 us. H200, NVFP4, two tiles a program and one: B1 ctx8192 18.1 and
         # 22.6 us, B16 ctx512 17.1 and 21.1 us.
+        # More than that have tiles of 256 keys instead: H200, 8/1 heads, B1 ctx32768, 13.4 us and 14.8.
         per_sequence = -(-shape.capacity // block_n)
         most = -(-per_sequence // 2) if kind == "groups" else _MOST_SPLITS
-        slots = min(slots, most * shape.batch)
-        return block_n, LaunchOptions(num_warps=4, num_stages=1), slots, "", "per_sequence"
+        slots, warps = min(slots, most * shape.batch), 4
+        if kind == "fp8" and per_sequence > _MOST_SPLITS:
+            block_n, warps = 256, 8
+        return block_n, LaunchOptions(num_warps=warps, num_stages=1), slots, "", "per_sequence"
     if kind == "groups":
         # See `attend_in_registers`. H100, NVFP4, B1 ctx32768: 38.8 us, with 128 keys and 4 warps 43.4 us.
         return 32, LaunchOptions(num_warps=1, num_stages=3), slots, "", None
@@ -263,6 +266,8 @@ def _short_call(
         # three do. H100, with and without prefetched page ids: B1 ctx32768 37.0 and 39.8 us, B4 ctx8192 30.9
         # and 36.9 us.
         slots = three if shape.batch == 1 else slots
+        if shape.capacity <= _SHORT:  # H200, B16 ctx1024: 19.9 us instead of 22.0
+            split = split or "per_sequence"
         return block_n, LaunchOptions(num_warps=4, num_stages=2, maxnreg=128), slots, "pages", split
     if full:
         return block_n, LaunchOptions(num_warps=4, num_stages=3, maxnreg=128), slots, "pages", split
@@ -273,6 +278,8 @@ def _short_call(
     return block_n, LaunchOptions(num_warps=4, num_stages=2), slots, "", None
 
 
+# Keys of sequences that may be of any lengths without a program's share being far from even.
+_SHORT = 1024
 _MOST_SPLITS = 128  # of a sequence with a tile or two a split
 # Programs of one warp that a compute unit or multiprocessor holds at once: sm90 at 255 registers, CDNA with
 # two waves on each of four SIMDs.
@@ -390,6 +397,31 @@ def _items_of(
     return -(-least // slots) * slots if whole_waves else max(slots, least), 0
 
 
+def _items_of_many(shape: DecodeShape, least: int) -> int:
+    """`DecodeConfig.num_items` of more sequences than run at once, with few rows a KV head.
+
+    Three splits a sequence, not one: at the end fewer units wait for the others. H200, FP8, 32/8 heads, B256
+    ctx8192 998 us instead of 1195, 256 lognormal lengths 810 instead of 846. With 96/8 heads partial results
+    cost more than that: B256 ctx2048 313 us instead of 276.
+    """
+    return 4 * shape.batch if shape.capacity > 4 * _SHORT else least
+
+
+def _unsplit(target: Target, shape: DecodeShape, k_format: str, slots: int) -> str | None:
+    """The split "none" where short sequences fill an NVIDIA GPU, else None; not for FP8.
+
+    H200, B128 ctx1024 with even shares and without a split: FP4 71.8 and 61.8 us, NVFP4 74.7 and 64.9, FP8
+    keys with FP4 values 63.3 and 61.6, bf16 128.9 and 125.8; B256: 131 and 113, 146 and 124, 122 and 116, 251
+    and 248, but FP8 148 and 158. B256 of 16 to 1024 keys: FP4 88.6 and 86.5, FP8 keys with FP4 values 94.4
+    and 95.0.
+
+    Args:
+        slots: programs of a KV head that run at once.
+    """
+    short = target.is_nvidia and shape.capacity <= _SHORT and k_format != "int8"
+    return "none" if short and 8 * shape.batch >= 7 * slots else None
+
+
 def _kind_of(
     target: Target, formats: tuple[str, str], narrow_head: bool, *, groups: bool, unpacks: bool, fast: bool
 ) -> str:
@@ -479,9 +511,16 @@ def _merging(
     merge_in_launch = split != "none" and num_items <= 4 * shape.batch and not target.is_amd
     # The two ways of merging round differently, and `num_items` depends on the capacity.
     merge_in_launch = merge_in_launch and not batch_invariant and shape.batch * head_programs <= _MAX_COUNTERS
-    merge = MergeTile()
+    merge, each = MergeTile(), num_items // max(shape.batch, 1)
     if target.is_amd and split == "per_sequence":
-        merge = amd_merge_tile(num_items // max(shape.batch, 1))
+        merge = amd_merge_tile(each)
+    # A long sequence may have all splits of an even share that the others leave.
+    many = each > merge.splits or (split == "even" and num_items - shape.batch > 2 * _MOST_SPLITS)
+    if many and target.is_nvidia and not batch_invariant and shape.head_dim <= 256:
+        # H200, FP8, batch 1, with 16 splits at once in one warp, 64 in four and 128 in four: 8/1 heads, 32k
+        # keys in 128 splits 22.5, 15.4 and 14.8 us, 128k keys in 264 splits 37.1, 22.4 and 21.1; 96/8 heads
+        # in 33 splits, 8k keys 16.8, 15.3 and 15.3, 32k keys 29.5, 27.4 and 28.0.
+        merge = MergeTile(128, 4 if shape.head_dim <= 128 else 8)
     return merge_in_launch, merge
 
 
@@ -547,6 +586,8 @@ def _shipped_config(
             target, shape, (k_format, v_format), block_m, slots, groups=groups, unpacks=unpacks, fast=fast
         )
 
+    if not (batch_invariant or fast) and block_m == 16:
+        split = split or _unsplit(target, shape, k_format, compute_units * _RESIDENT // head_programs)
     split = split or ("none" if shape.capacity <= block_n else "even")
     if tokens_per_split or batch_invariant:
         tiles = max(1, -(-shape.capacity // block_n))
@@ -555,6 +596,8 @@ def _shipped_config(
         num_items = shape.batch * min(-(-tiles // tiles_per_split), most)
     else:
         num_items, tiles_per_split = _items_of(shape, split, slots, block_n, whole_waves=whole_waves)
+        if split == "even" and fast and target.is_nvidia and rows <= 4 and shape.batch > slots:
+            num_items = _items_of_many(shape, num_items)
     merge_in_launch, merge = _merging(target, shape, split, num_items, head_programs, batch_invariant)
     return DecodeConfig(
         block_m, block_n, split, num_items, tiles_per_split, merge_in_launch, chosen, k_parts, v_parts,

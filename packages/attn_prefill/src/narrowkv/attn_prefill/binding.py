@@ -11,7 +11,8 @@ import triton.language as tl
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_prefill.config import fp8_route
 from narrowkv.attn_prefill.kernels.arguments import Storing
-from narrowkv.attn_prefill.kernels.widen import BF16_VALUE_EXPONENT
+from narrowkv.attn_prefill.kernels.widen import VALUE_EXPONENT
+from narrowkv.attn_prefill.memory import FACTORS_OF_BLOCKS
 from narrowkv.paged_cache import PagedKVCache, Rope
 from narrowkv.paged_cache.binding import ReadOptions
 from narrowkv.paged_cache.rope import rope_constants
@@ -28,6 +29,20 @@ def per_key(k_granularity: str, v_granularity: str) -> tuple[bool, bool]:
     """Whether K and V have descales that differ from key to key."""
     shared = ("tensor", "head", "sequence_head")
     return k_granularity not in shared, v_granularity not in shared
+
+
+def widened_per_key(
+    q_dtype: torch.dtype, formats: tuple[str, str], granularities: tuple[str, str]
+) -> tuple[bool, bool]:
+    """Whether widened K and V have factors of each key beside them.
+
+    FP4 takes its scales along when it is widened: K in bfloat16, exactly, since a scale has at most four bits
+    and an element two; V as that of a bf16 cache, see `to_fp16_with_exponent`. K in float16 would leave its
+    range.
+    """
+    k_own, v_own = per_key(*granularities)
+    k_takes_along = formats[0] == "fp4_e2m1" and q_dtype == torch.bfloat16
+    return k_own and not k_takes_along, v_own and formats[1] != "fp4_e2m1"
 
 
 @lru_cache
@@ -59,7 +74,7 @@ def read_options(
             "to_scratch",
             ReadOptions(
                 k_parts, parts_of(target, v_format, is_key=False), k_route,
-                v_exponent=-BF16_VALUE_EXPONENT.value if v_format == "bf16" else None,
+                v_exponent=-VALUE_EXPONENT.value if v_format in FACTORS_OF_BLOCKS else None,
             ),
         ),
     )  # fmt: skip

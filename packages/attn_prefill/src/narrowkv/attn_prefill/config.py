@@ -340,7 +340,7 @@ def choose_append_config(
         else ""
     )
     if kernel == "pipelined" and not can_pipeline:
-        lacks = lacks or f"Hopper, head_dim 64, 128 or 256 and one descale for many keys, got {target.name}"
+        lacks = lacks or f"Hopper, head_dim 64, 128 or 256 and keys without factors, got {target.name}"
     if kernel not in (None, *IN_PAGES) and lacks:
         raise UnsupportedError(f"kernel={kernel!r} needs {lacks}; kernel='fused' works")
 

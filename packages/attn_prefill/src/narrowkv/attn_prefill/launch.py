@@ -30,8 +30,9 @@ from narrowkv.attn_prefill.kernels.arguments import (
 from narrowkv.attn_prefill.kernels.dense import _dense_prefill_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES
-from narrowkv.attn_prefill.kernels.widen import _widen_kernel
+from narrowkv.attn_prefill.kernels.widen import VALUE_EXPONENT, _widen_kernel
 from narrowkv.attn_prefill.memory import (
+    FACTORS_OF_BLOCKS,
     LaunchMemory,
     MemorySizes,
     allocated,
@@ -50,7 +51,7 @@ from narrowkv.attn_prefill.tiles import (
     widen_options,
 )
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.paged_cache.binding import BoundCache, multiplied_parts
+from narrowkv.paged_cache.binding import BoundCache, multiplied_parts, widening_power
 from narrowkv.paged_cache.bound_table import BoundTable
 from narrowkv.paged_cache.kernels.pages import Table
 from narrowkv.paged_cache.rope import rope_pointers
@@ -150,8 +151,9 @@ def _make_route(
     plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
     traits: CallTraits,
 ) -> Route:  # fmt: skip
-    k_per_key, _ = per_key(plan.k_granularity, plan.v_granularity)
-    folded = traits.positive and not traits.soft_cap and not k_per_key
+    in_pages = config.kernel in IN_PAGES
+    own = per_key(plan.k_granularity, plan.v_granularity) if in_pages else plan.widened_per_key()
+    folded = traits.positive and not traits.soft_cap and not own[0]
     # With a transform, queries are rotated in the launch that transforms them.
     rotates = traits.storing is not None and traits.storing.rotary_dim > 0 and not bound.transforms
     # That kernel's loop has no registers for a number of each row.
@@ -252,6 +254,9 @@ class _Maker:
         loops = self.nvidia and (not self.appends or num_blocks > 4 * most)
         if loops:
             num_blocks = min(num_blocks, most)
+        k_per_key, v_per_key = self.plan.widened_per_key()
+        stored = reading.v_stored
+        power = widening_power(stored.format, stored.route, stored.descale)
         constants["FILLING"] = Filling(
             k_type=None if in_pages else self._matrix_type(),
             causal=traits.window_right >= 0,
@@ -259,6 +264,9 @@ class _Maker:
             loops=loops,
             int64_offsets=self.bound.int64_offsets,
             nvidia=self.nvidia,
+            k_per_key=k_per_key,
+            v_per_key=v_per_key,
+            v_exponent=VALUE_EXPONENT.value + power if stored.format in FACTORS_OF_BLOCKS else None,
         )
         fill = self.plan.bind(kernel, options, **constants)
         filling = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
@@ -297,7 +305,7 @@ class _Maker:
     def _dense(self) -> BoundLaunch:
         """Attention over the scratch in plain Triton."""
         config, plan, traits, reading = self.config, self.plan, self.traits, self.bound.readings["to_scratch"]
-        k_per_key, v_per_key = per_key(plan.k_granularity, plan.v_granularity)
+        k_per_key, v_per_key = plan.widened_per_key()
         constants = {
             # Pages are behind it.
             "SIZES": self.sizes._replace(page_size=0, ragged=False),

@@ -47,7 +47,7 @@ class MemorySizes:
         shape: the shape, or the largest that is served.
         config: the configuration.
         target: what it was chosen for.
-        q_dtype: of the query; k_format, v_format: of the cache; per_key: see `binding.per_key`.
+        q_dtype: of the query; k_format, v_format: of the cache; per_key: see `binding.widened_per_key`.
         appends: whether the call appends.
         num_splits: a number of splits that the caller forced, or None.
         sequences: a bound of the sequences whose keys are widened.
@@ -282,9 +282,13 @@ def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(k_format, q_dtype)
 
 
+FACTORS_OF_BLOCKS = ("bf16", "fp4_e2m1")
+"""Formats of V whose blocks have a power of two beside them once they are float16."""
+
+
 def has_v_factors(v_format: str, *, appends: bool, k_in_pages: bool) -> bool:
     """Whether blocks of V in the scratch have a factor; keys that stay in their pages need it."""
-    return appends or k_in_pages or v_format == "bf16"
+    return appends or k_in_pages or v_format in FACTORS_OF_BLOCKS
 
 
 def append_blocks(shape: PrefillShape, size: int) -> int:

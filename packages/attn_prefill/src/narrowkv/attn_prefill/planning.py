@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import torch
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, plan_decode
-from narrowkv.attn_prefill.binding import per_key
+from narrowkv.attn_prefill.binding import widened_per_key
 from narrowkv.attn_prefill.checks import (
     append_shape,
     bounded,
@@ -36,11 +36,12 @@ _P = TypeVar("_P", bound="PrefillPlan")
 
 def can_pipeline(target: Target, q_dtype: torch.dtype, cache: PagedKVCache) -> bool:
     """Whether `kernels/pipelined.py` serves the call: in Gluon for Hopper, it cannot be interpreted."""
+    formats, granularities = (cache.format.k, cache.format.v), (cache.k_granularity, cache.v_granularity)
     return (
         target.name == "sm90"
         and is_compiled(cache.k)
         and cache.v_head_dim == cache.head_dim in (64, 128, 256)
-        and not any(per_key(cache.k_granularity, cache.v_granularity))
+        and not any(widened_per_key(q_dtype, formats, granularities))
         and key_type(q_dtype, cache.format.k) == q_dtype
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from narrowkv.attn_decode import DecodePlan
-from narrowkv.attn_prefill.binding import per_key, read_options
+from narrowkv.attn_prefill.binding import read_options, widened_per_key
 from narrowkv.attn_prefill.config import choose_append_config, choose_config
 from narrowkv.attn_prefill.cost import explain_class, few_bounds, most_widened
 from narrowkv.attn_prefill.memory import LaunchMemory, MemorySizes, make_memory, scratch_bytes
@@ -233,8 +233,12 @@ class PrefillSettings(Plan):
 
     def _plain_keys(self) -> bool:
         """Whether widened keys have no factors of their own, and Q is one term beside them."""
-        shared = not any(per_key(self.k_granularity, self.v_granularity))
-        return shared and (self.k_format != "bf16" or self.q_dtype != torch.float16)
+        return not any(self.widened_per_key()) and (self.k_format != "bf16" or self.q_dtype != torch.float16)
+
+    def widened_per_key(self) -> tuple[bool, bool]:
+        """Whether widened K and V have factors of each key beside them."""
+        granularities = (self.k_granularity, self.v_granularity)
+        return widened_per_key(self.q_dtype, (self.k_format, self.v_format), granularities)
 
     def widened_sequences(self, shape: PrefillShape) -> int:
         """The most sequences whose keys are widened in calls of up to this shape."""
@@ -255,7 +259,7 @@ class PrefillSettings(Plan):
 
     def memory_sizes(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> MemorySizes:
         """Memory of a configuration for calls of this shape, or (not exact) of any shape up to it."""
-        own = per_key(self.k_granularity, self.v_granularity)
+        own = self.widened_per_key()
         return MemorySizes(
             shape, config, self.target, self.q_dtype, self.k_format, self.v_format, own,
             self.appends, self.num_splits,

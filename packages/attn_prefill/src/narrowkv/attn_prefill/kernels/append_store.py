@@ -123,16 +123,14 @@ def keep_new_block(
 def fill_block(
     q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit, kv_head,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr,
-    K_IN_PAGES: tl.constexpr, INT64_OFFSETS: tl.constexpr, NVIDIA: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    K_IN_PAGES: tl.constexpr, FILLING: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Leaves block `block` of all sequences' keys, old or new, of one head in the scratch."""
     BLOCK_S: tl.constexpr = BLOCKS.s
     K_TYPE: tl.constexpr = None if K_IN_PAGES else chunk.k.dtype.element_ty
-    V_PER_KEY: tl.constexpr = V.descale != "scalar" and V.descale != "head"
-    K_HAS_FACTOR: tl.constexpr = (K.descale != "scalar" and K.descale != "head") or K_IN_PAGES
+    K_HAS_FACTOR: tl.constexpr = FILLING.k_per_key or K_IN_PAGES
     seq, in_seq, held, q_start, q_len = find_block(
-        q, table, scratch, batch, block, limit, True, True, SIZES.page_size, False, BLOCK_S, NVIDIA
+        q, table, scratch, batch, block, limit, True, True, SIZES.page_size, False, BLOCK_S, FILLING.nvidia
     )
     k_scale = times_head_descale(scales.k, k_descale, seq, kv_head, K.descale)
     v_scale = times_head_descale(scales.v, v_descale, seq, kv_head, V.descale)
@@ -140,7 +138,7 @@ def fill_block(
     if in_seq >= old_blocks:
         keep_new_block(
             chunk, rope, v_scale, scratch, (in_seq - old_blocks) * BLOCK_S, block, kv_head, q_start, q_len,
-            SIZES, STORING, K_HAS_FACTOR, V_PER_KEY, BLOCKS, BLOCK_S,
+            SIZES, STORING, K_HAS_FACTOR, FILLING.v_per_key, BLOCKS, BLOCK_S,
         )  # fmt: skip
     else:
         # Old keys end where a block ends, so that new ones begin with one; or begin where one begins, as
@@ -150,7 +148,7 @@ def fill_block(
             first = (in_seq - old_blocks) * BLOCK_S + held
         widen_block(
             k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, held, k_scale,
-            SIZES, K, V, K_TYPE, True, INT64_OFFSETS, BLOCKS,
+            SIZES, K, V, K_TYPE, True, FILLING, BLOCKS,
         )  # fmt: skip
 
 
@@ -220,10 +218,10 @@ def _produce_kernel(
         for block in range(first, total, num_blocks):
             fill_block(
                 q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit,
-                kv_head, SIZES, K, V, STORING, K_IN_PAGES, FILLING.int64_offsets, FILLING.nvidia, BLOCKS,
+                kv_head, SIZES, K, V, STORING, K_IN_PAGES, FILLING, BLOCKS,
             )  # fmt: skip
     elif first < total:
         fill_block(
             q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, first, limit, kv_head,
-            SIZES, K, V, STORING, K_IN_PAGES, FILLING.int64_offsets, FILLING.nvidia, BLOCKS,
+            SIZES, K, V, STORING, K_IN_PAGES, FILLING, BLOCKS,
         )  # fmt: skip

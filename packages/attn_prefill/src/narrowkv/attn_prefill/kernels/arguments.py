@@ -284,6 +284,9 @@ class Filling(NamedTuple):
         early: the launch that attends may begin before this one has ended.
         loops: a program of an append fills several blocks, not one.
         int64_offsets, nvidia: as in `Rules`.
+        k_per_key, v_per_key: whether factors of keys stay beside them; else numbers take them along.
+        v_exponent: what numbers of V are multiplied by, as a power of two, before a block's own power; None
+            leaves them as they are widened.
     """
 
     k_type: Any
@@ -292,6 +295,9 @@ class Filling(NamedTuple):
     loops: bool
     int64_offsets: bool
     nvidia: bool
+    k_per_key: bool
+    v_per_key: bool
+    v_exponent: int | None
 
 
 class Storing(NamedTuple):

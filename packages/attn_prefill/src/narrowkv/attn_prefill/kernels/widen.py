@@ -1,6 +1,6 @@
 """The launch before dense attention: it gathers and widens the cache into contiguous scratch, once.
 
-K becomes Q's type and V float16, both exactly but for small elements of V in bf16, see
+K becomes Q's type and V float16, both exactly but for small elements of V in bf16 or FP4, see
 `to_fp16_with_exponent`. Beside FP8 queries K keeps its stored bytes, for the FP8 matrix unit.
 """
 
@@ -27,8 +27,8 @@ from narrowkv.paged_cache.kernels.tiles import load_tile, widen_tile
 from narrowkv.quant.device import join_parts
 from narrowkv.runtime.attention.handover import begin_next_launch
 
-# V of a bf16 cache times 2**this is float16 without a factor of its own from 2**-17 to 2**10.
-BF16_VALUE_EXPONENT = tl.constexpr(5)
+# V of a bf16 or FP4 cache times 2**this is float16 without a factor of its own from 2**-17 to 2**10.
+VALUE_EXPONENT = tl.constexpr(5)
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def keys_without_value(inside, KIND: tl.constexpr):
 def widen_block(
     k, v, k_descale, v_descale, table, scratch, seq, block, first_row, kv_head, kv_len, k_block_factor,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr, BLOCK_FACTORS: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr, BLOCKS: tl.constexpr,
+    FILLING: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Gathers, widens and stores one block of one head: keys from `first_row` of `seq` to block `block`.
 
@@ -114,17 +114,17 @@ def widen_block(
     row_base = first_id(table, seq, SIZES.ragged)
     n = first_row + tl.arange(0, BLOCK_N)
     inside = (n >= 0) & (n < kv_len)
-    page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, SIZES.page_size, INT64_OFFSETS)
-    K_PER_KEY: tl.constexpr = K.descale != "scalar" and K.descale != "head"
-    V_PER_KEY: tl.constexpr = V.descale != "scalar" and V.descale != "head"
+    page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, SIZES.page_size, FILLING.int64_offsets)
+    K_SCALES: tl.constexpr = K.descale != "scalar" and K.descale != "head"
+    V_SCALES: tl.constexpr = V.descale != "scalar" and V.descale != "head"
     if K_TYPE is not None:
         k_words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCKS.dk)
     v_words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.v_head_dim, BLOCKS.d)
     k_scale = 1.0
     v_scale = 1.0
-    if K_PER_KEY:
+    if K_SCALES:
         k_scale = load_key_scale(k_descale, page, slot, kv_head, K.descale, False, SIZES.head_dim, BLOCKS.dk)
-    if V_PER_KEY:
+    if V_SCALES:
         v_scale = load_key_scale(v_descale, page, slot, kv_head, V.descale, False, SIZES.v_head_dim, BLOCKS.d)
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_N + tl.arange(0, BLOCK_N)
     blocks = kv_head.to(tl.int64) * (scratch.rows // BLOCK_N) + block
@@ -134,11 +134,13 @@ def widen_block(
     else:
         parts, v_factor = widen_tile(v_words, v_scale, V.format, V.route, tl.float16, V.parts, V.descale)
         widened_v = join_parts(parts, V.parts)
+    if V_SCALES and not FILLING.v_per_key:
+        widened_v = widened_v.to(tl.float32) * v_factor[:, None]
     finite, top = finite_rows(widened_v, inside)
     power = tl.full([], 1.0, tl.float32)
-    if V.format == "bf16":
-        widened_v, power = to_fp16_with_exponent(widened_v.to(tl.float32), top, BF16_VALUE_EXPONENT)
-    if V_PER_KEY:
+    if FILLING.v_exponent is not None:
+        widened_v, power = to_fp16_with_exponent(widened_v.to(tl.float32), top, FILLING.v_exponent)
+    if FILLING.v_per_key:
         finite = finite & (tl.abs(v_factor) < float("inf"))
         tl.store(scratch.v_factor + factors, tl.where(finite, v_factor, 0.0))
     store_block(
@@ -156,11 +158,13 @@ def widen_block(
         else:
             parts, k_factor = widen_tile(k_words, k_scale, K.format, K.route, K_TYPE, K.parts, K.descale)
             widened_k = join_parts(parts, K.parts)
+            if K_SCALES and not FILLING.k_per_key:
+                widened_k = (widened_k.to(tl.float32) * k_factor[:, None]).to(K_TYPE)
         store_block(
             scratch.k, widened_k, kv_head, block, scratch.rows, finite, keys_without_value(inside, K_TYPE),
             SIZES.head_dim, BLOCKS.dk, BLOCK_N,
         )  # fmt: skip
-        if K_PER_KEY:
+        if FILLING.k_per_key:
             tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
         if BLOCK_FACTORS:
             tl.store(scratch.k_block_factor + blocks, k_block_factor)
@@ -171,16 +175,26 @@ def widen_block(
 @triton.jit
 def find_and_widen_block(
     q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
-    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr, NVIDIA: tl.constexpr, BLOCKS: tl.constexpr,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FILLING: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Widens block `block` of all sequences' keys, of one head."""
     seq, in_seq, kv_len, _, _ = find_block(
-        q, table, scratch, batch, block, limit, True, False, SIZES.page_size, SIZES.ragged, BLOCKS.s, NVIDIA
+        q,
+        table,
+        scratch,
+        batch,
+        block,
+        limit,
+        True,
+        False,
+        SIZES.page_size,
+        SIZES.ragged,
+        BLOCKS.s,
+        FILLING.nvidia,
     )
     widen_block(
         k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCKS.s, kv_head, kv_len, 1.0,
-        SIZES, K, V, K_TYPE, False, INT64_OFFSETS, BLOCKS,
+        SIZES, K, V, FILLING.k_type, False, FILLING, BLOCKS,
     )  # fmt: skip
 
 
@@ -224,10 +238,10 @@ def _widen_kernel(
         for block in range(first, total, num_blocks):
             find_and_widen_block(
                 q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
-                SIZES, K, V, FILLING.k_type, FILLING.int64_offsets, FILLING.nvidia, BLOCKS,
+                SIZES, K, V, FILLING, BLOCKS,
             )  # fmt: skip
     elif first < total:
         find_and_widen_block(
             q, k, v, k_descale, v_descale, table, scratch, batch, first, limit, kv_head,
-            SIZES, K, V, FILLING.k_type, FILLING.int64_offsets, FILLING.nvidia, BLOCKS,
+            SIZES, K, V, FILLING, BLOCKS,
         )  # fmt: skip
