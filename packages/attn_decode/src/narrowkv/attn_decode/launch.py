@@ -70,6 +70,23 @@ def reads_to_registers(target: Target, shape: DecodeShape, config: DecodeConfig,
     return True
 
 
+def reads_to_lanes(target: Target, shape: DecodeShape, config: DecodeConfig, reading: Reading) -> bool:
+    """Whether the kernel reads FP4 with one scale a head as `attend_in_lanes` does.
+
+    Batch-invariant plans keep their sums. On gfx950 LDS transposes 16-bit words as fast.
+    """
+    tile = (config.block_m, config.block_n, config.options.num_warps, shape.q_len, shape.head_dim)
+    fits = target.name == "gfx942" and config.kernel == "decode" and config.split != "fixed"
+    if not fits or tile != (16, 64, 1, 1, 128) or shape.v_dim != 128 or shape.page_size % 4:
+        return False
+    for stored, words in ((reading.k_stored, reading.k), (reading.v_stored, reading.v)):
+        one_scale = stored.format == "fp4_e2m1" and stored.descale in ("e8m0", "e4m3")
+        places = (words.ptr.data_ptr(), 2 * words.page, 2 * words.token, 2 * words.head)
+        if not one_scale or stored.vec or any(place % 16 for place in places):
+            return False
+    return True
+
+
 def fitting(target: Target, config: DecodeConfig, bound: BoundCache, soft_cap: bool) -> DecodeConfig:
     """The configuration without an FP8 tile ahead on AMD, where the call leaves no registers for it.
 
@@ -107,7 +124,8 @@ def constants_of(
     # That loop loads Q's channels in the order of its lanes; a transform needs them in order.
     registers = not transforms and reads_to_registers(target, shape, config, reading)
     k_stored, v_stored = reading.k_stored, reading.v_stored
-    if registers:
+    lanes = reads_to_lanes(target, shape, config, reading)
+    if registers or lanes:
         k_stored = k_stored._replace(token=reading.k.token, scale_token=reading.k_descale.token)
         v_stored = v_stored._replace(token=reading.v.token, scale_token=reading.v_descale.token)
     # Tiles of fewer rows have matrix instructions of another kind, which are right in any width.
@@ -147,6 +165,7 @@ def constants_of(
             can_merge=config.merge_in_launch or not (config.split == "none" or target.is_amd),
             early=target.name == "sm90" and config.split != "none" and not config.merge_in_launch,
             registers=registers,
+            lanes=lanes,
             q_format=get_format(shape.q_dtype).name if shape.q_dtype.itemsize == 1 else "",
             acc_parts=multiplied_parts(target, block_d, v_stored.parts) if tall else v_stored.parts,
             q_in_shared=target.vendor == "nvidia" and config.block_m >= 64 and not native,

@@ -17,6 +17,7 @@ from narrowkv.attn_decode.kernels.loop import (
     unless_zero,
 )
 from narrowkv.attn_decode.kernels.registers import attend_in_registers, load_query_registers
+from narrowkv.attn_decode.kernels.registers_cdna import attend_in_lanes, load_first_lanes
 from narrowkv.attn_decode.kernels.tiles import (
     attended_span,
     even_split,
@@ -139,7 +140,14 @@ def _paged_decode_kernel(
     loaded = None
     if ALIKE and RULES.prefetch == "tile":
         # Before Q is widened, which takes as long as the loads.
-        loaded = load_first_tiles(begin, k, v, k_descale, v_descale, table, keys, SIZES, K, V, RULES, BLOCKS)
+        if RULES.lanes:
+            loaded = load_first_lanes(
+                begin, k, v, k_descale, v_descale, table, keys, SIZES, K, V, RULES, BLOCKS
+            )
+        else:
+            loaded = load_first_tiles(
+                begin, k, v, k_descale, v_descale, table, keys, SIZES, K, V, RULES, BLOCKS
+            )
 
     if not ALIKE:
         low, high, full_first, full_end = row_limits(
@@ -186,7 +194,12 @@ def _paged_decode_kernel(
         tl.zeros([BLOCKS.m], tl.float32),
         out_scale * 0.0 + LEAST_FACTOR,
     )
-    if REGISTERS:
+    if RULES.lanes:
+        acc, m, l, v_largest = attend_in_lanes(
+            begin, end, q, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table, keys, loaded,
+            SIZES, K, V, RULES, BLOCKS,
+        )  # fmt: skip
+    elif REGISTERS:
         acc, m, l, v_largest = attend_in_registers(
             begin, end, q, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table, keys,
             SIZES, K, V, RULES,

@@ -92,6 +92,7 @@ class Rules(NamedTuple):
         butterflies: how Q is rotated, as keys were; see `rotate_parts`.
         registers: the loop is `attend_in_registers`, which loads the cache to registers without shared
             memory.
+        lanes: the loop is `attend_in_lanes`, in which lanes load what they multiply.
         q_format: the FP8 format of Q, which is loaded as bytes; "" for 16-bit queries.
         order: see `program_on_its_xcd`; an `XcdOrder`, or None.
     """
@@ -118,6 +119,7 @@ class Rules(NamedTuple):
     prefetch: str = ""
     butterflies: int = 0
     registers: bool = False
+    lanes: bool = False
     q_format: str = ""
     order: Any = None
 

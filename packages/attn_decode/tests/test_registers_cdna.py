@@ -1,0 +1,69 @@
+"""The loop in which lanes load what they multiply, on a CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from narrowkv.quant import KeyTransform
+from narrowkv.runtime.launch import run_as
+from narrowkv.testing.agreement import assert_right
+from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
+
+pytestmark = pytest.mark.sampled
+
+CASE = DecodeCase(
+    lens=(150, 37, 0), gqa_ratio=12, num_kv_heads=2, head_dim=128, page_size=16, stale_columns=0,
+    format="fp4_e2m1", out_dtype=torch.float32,
+)  # fmt: skip
+
+
+def _takes_lanes(inputs: DecodeInputs) -> bool:
+    with run_as("gfx942"):
+        plan = inputs.plan()
+        return any(bound.constexprs.get("RULES", plan).lanes for bound in plan.kernels(inputs.cache)[:1])
+
+
+def _attends(case: DecodeCase, inputs: DecodeInputs | None = None, **options: Any) -> None:
+    inputs = inputs or case.inputs()
+    assert _takes_lanes(inputs)
+    with run_as("gfx942"):
+        assert_right(case, inputs=inputs, plan=inputs.plan(), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"layout": "HND", "window_left": 40}, {"logits_soft_cap": 5.0}, {"scale_format": "e4m3"},
+        {"page_size": 4, "split": "none"}, {"split": "even", "gqa_ratio": 5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_operands_hold_the_keys_and_values_that_they_should(options):
+    _attends(replace(CASE, **options))
+
+
+def test_transformed_queries_are_in_the_order_of_the_keys():
+    case = replace(CASE, num_kv_heads=1)
+    inputs = case.inputs()
+    transform = KeyTransform(balance=torch.linspace(0.5, 2.0, 128)[None], rotated=True)
+    _attends(case, replace(inputs, cache=replace(inputs.cache, key_transform=transform)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"page_size": 2}, {"q_len": 2, "gqa_ratio": 4}, {"head_dim": 64}, {"scale_group": 32}],
+    ids=str,
+)
+def test_other_calls_keep_the_loop_over_tiles(changes):
+    assert not _takes_lanes(replace(CASE, **changes).inputs())
+
+
+def test_batch_invariant_plans_keep_their_sums():
+    inputs = CASE.inputs()
+    with run_as("gfx942"):
+        plan = inputs.plan(batch_invariant=True)
+        assert not plan.kernels(inputs.cache)[0].constexprs["RULES"].lanes
