@@ -201,8 +201,8 @@ def config_of_call(target: Target, config: PrefillConfig, *, soft_cap: bool) -> 
     """The configuration of attention over widened keys with what only the call knows.
 
     CDNA lacks registers for tiles of 128 x 64 beside a soft cap (model TFLOP/s with 64 and 32 keys: gfx942
-    220 and 263, gfx950 307 and 348) and beside splits that the caller asks for, see `_amd_dense_config`. Beside
-    a soft cap LLVM's strategy crashes the compiler of Triton 3.8 on gfx942.
+    220 and 263, gfx950 307 and 348) and beside splits that the caller asks for, see `_amd_dense_config`.
+    Beside a soft cap LLVM's strategy crashes the compiler of Triton 3.8 on gfx942.
     """
     if not tuned_as(target).is_amd or not (soft_cap or config.num_splits > 1):
         return config
