@@ -68,44 +68,15 @@ class ServedClass:
     memory_sizes: MemorySizes | None
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class PreparedPrefill(Prepared):
-    """The launches and values of calls whose tensors have the same shapes, strides, dtypes and devices.
-
-    Attributes:
-        classes: how each class of sequences is served; empty where there is nothing to launch, or
-            `paged_decode` serves the call.
-        decodes: whether that is so.
-        scale: of the logits, with a descale of the query that is a number; logit_scale: the same in base 2,
-            or natural for a soft cap.
-        shift_scale: of q . k_offset, which the logits lack because it was subtracted from K; None if neither
-            a soft cap nor sinks nor lse depend on it.
-        soft_cap: the cap of logits, or 0; window_left: how many earlier keys a row sees, or -1.
-        q_as_bytes: an FP8 query goes to a matrix unit of another format.
-        has_options: whether kernels take a log-sum-exp, sinks, a descale of the query or shifts of logits.
-        starts_as_is: whether `cu_seqlens_q` goes to kernels as it is, else as a contiguous copy.
-
-    The other attributes are those of `Prepared`; launches are those of the classes.
-    """
-
-    classes: tuple[ServedClass, ...]
-    decodes: bool
-    scale: float
-    logit_scale: float
-    shift_scale: float | None
-    soft_cap: float
-    window_left: int
-    q_as_bytes: bool
-    has_options: bool
-    starts_as_is: bool
-
-
-class _Checked(NamedTuple):
+class CheckedPrefill(NamedTuple):
     """A call after the checks.
 
     Attributes:
         shape: its sizes.
-        scale, logit_scale, soft_cap, out_dtype: as `PreparedPrefill` has them.
+        scale: of the logits, with a descale of the query that is a number; logit_scale: the same in base 2,
+            or natural for a soft cap.
+        soft_cap: the cap of logits, or 0.
+        out_dtype: of a new output.
         traits: the values that kernels depend on.
     """
 
@@ -115,6 +86,30 @@ class _Checked(NamedTuple):
     soft_cap: float
     out_dtype: torch.dtype
     traits: CallTraits
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class PreparedPrefill(Prepared):
+    """The launches and values of calls whose tensors have the same shapes, strides, dtypes and devices.
+
+    Attributes:
+        checked: the call.
+        classes: how each class of sequences is served; empty where there is nothing to launch, or
+            `paged_decode` serves the call.
+        decodes: whether that is so.
+        q_as_bytes: an FP8 query goes to a matrix unit of another format.
+        has_options: whether kernels take a log-sum-exp, sinks, a descale of the query or shifts of logits.
+        starts_as_is: whether `cu_seqlens_q` goes to kernels as it is, else as a contiguous copy.
+
+    The other attributes are those of `Prepared`; launches are those of the classes.
+    """
+
+    checked: CheckedPrefill
+    classes: tuple[ServedClass, ...]
+    decodes: bool
+    q_as_bytes: bool
+    has_options: bool
+    starts_as_is: bool
 
 
 class PrefillPlan(PrefillSettings):
@@ -220,9 +215,9 @@ class PrefillPlan(PrefillSettings):
         if call.classes:
             rows, shift = q.view(torch.uint8) if call.q_as_bytes else q, None
             if bound.transforms:
-                rows, shift = transform_queries(
-                    q, bound.transform, cache.num_kv_heads, call.shift_scale, rope
-                )
+                # Logits lack q . k_offset, because the offset was subtracted from K.
+                lost = call.checked.scale if call.checked.traits.shifts else None
+                rows, shift = transform_queries(q, bound.transform, cache.num_kv_heads, lost, rope)
             begins = starts if call.starts_as_is else starts.contiguous()
             rotated = _NOTHING if turn is None else turn.arguments
             optional = _NOTHING
@@ -239,16 +234,17 @@ class PrefillPlan(PrefillSettings):
                 served.launches.run(
                     q=rows, out=o, starts=begins, ids=table.ids, row=table.row, lens=table.lens,
                     num_ids=table.num_ids, max_pages=table.max_pages if bound.num_pages else 0,
-                    qk_scale=call.logit_scale * reading.k_factor, out_scale=reading.v_factor / served.p_scale,
+                    qk_scale=call.checked.logit_scale * reading.k_factor,
+                    out_scale=reading.v_factor / served.p_scale,
                     **served.sizes, **reading.arguments, **bound.new_arguments, **rotated, **optional, **own,
                 )  # fmt: skip
         elif call.decodes:
             decode = self.decode or decode_plan_for_call(q, cache, given.page_table, False)
             decode.run(
-                q, cache, given.page_table, sm_scale=call.scale,
+                q, cache, given.page_table, sm_scale=call.checked.scale,
                 q_descale=q_descale if isinstance(q_descale, torch.Tensor) else 1.0, out=o,
-                logits_soft_cap=call.soft_cap, window_left=call.window_left, sinks=sinks, lse=lse,
-                validate=False,
+                logits_soft_cap=call.checked.soft_cap, window_left=call.checked.traits.window_left,
+                sinks=sinks, lse=lse, validate=False,
             )  # fmt: skip
         return (o, lse) if given.return_lse and lse is not None else o
 
@@ -284,7 +280,7 @@ class PrefillPlan(PrefillSettings):
             check_bounds(most, given.page_table, given.cu_seqlens_q)
         return call or self.calls.keep(signature, prepared)
 
-    def _check(self, bound: BoundCache, given: Arguments) -> _Checked:
+    def _check(self, bound: BoundCache, given: Arguments) -> CheckedPrefill:
         """Checks everything but the plan's maxima."""
         if given.batch_invariant and not self.batch_invariant:
             raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
@@ -328,7 +324,7 @@ class PrefillPlan(PrefillSettings):
         out_dtype = check_results(
             q, given.out, given.lse, given.sinks, given.out_dtype, inputs_of(given), head_dim=shape.v_dim
         )
-        return _Checked(shape, scale, logit_scale, soft_cap, out_dtype, traits)
+        return CheckedPrefill(shape, scale, logit_scale, soft_cap, out_dtype, traits)
 
     def _traits(
         self, bound: BoundCache, cache: PagedKVCache, rope: Rope | None, *, soft_cap: bool, sinks: bool,
@@ -360,7 +356,7 @@ class PrefillPlan(PrefillSettings):
 
     def _prepare(
         self, bound: BoundCache, table: BoundTable, turn: BoundRope | None, given: Arguments,
-        checked: _Checked,
+        checked: CheckedPrefill,
     ) -> PreparedPrefill:  # fmt: skip
         """The launches of a checked call."""
         traits, shape = checked.traits, self._bounded(checked.shape)
@@ -381,13 +377,9 @@ class PrefillPlan(PrefillSettings):
                     )
                 )
         return PreparedPrefill(
+            checked=checked,
             classes=tuple(classes),
             decodes=decodes and shape.num_tokens > 0,
-            scale=checked.scale,
-            logit_scale=checked.logit_scale,
-            shift_scale=checked.scale if traits.shifts else None,
-            soft_cap=checked.soft_cap,
-            window_left=traits.window_left,
             q_as_bytes=not self.appends and self.config.fp8 not in (None, self.k_format),
             has_options=traits.has_options,
             starts_as_is=given.cu_seqlens_q.is_contiguous(),
@@ -402,7 +394,7 @@ class PrefillPlan(PrefillSettings):
 
     def _launches(
         self, route: Route, bound: BoundCache, table: BoundTable, turn: BoundRope | None, given: Arguments,
-        checked: _Checked,
+        checked: CheckedPrefill,
     ) -> PreparedCall:  # fmt: skip
         """The launches of calls like this one by this route, whatever their sizes."""
         memory, config, traits = route.memory, route.config, checked.traits
