@@ -60,6 +60,19 @@ TINY_MODELS = {
         "gemma2", 4, 2, 128, {**_WINDOWS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 128}
     ),
     "gemma-3-tiny": TinyModel("gemma3_text", 4, 2, 256, {**_WINDOWS, "query_pre_attn_scalar": 256}),
+    # Layers with windows have heads of 256 channels, the others of 512.
+    "gemma-4-tiny": TinyModel(
+        "gemma4_text",
+        8,
+        2,
+        256,
+        {
+            **_WINDOWS,
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 96,
+        },
+    ),
     # Latent attention.
     "deepseek-v3-tiny": TinyModel("deepseek_v3", 12, 12, 64, _LATENT),
     "kimi-linear-tiny": TinyModel(
