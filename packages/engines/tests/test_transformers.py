@@ -150,6 +150,7 @@ slow = pytest.mark.slow
         pytest.param("gpt-oss-tiny", "fp8", 2, True, marks=slow),
         pytest.param("qwen3-tiny", "fp8", 1, False, marks=slow),
         pytest.param("gemma-3-tiny", "fp8", 2, False, marks=slow),
+        *(pytest.param("gemma-4-tiny", form, 2, form == "fp8", marks=slow) for form in ("fp8", "nvfp4")),
         *(
             pytest.param("llama-3-tiny", form, 1, False, marks=slow)
             for form in ("bf16", "fp8-static", "nvfp4", "k8v4", "integers")
@@ -177,7 +178,10 @@ def test_logits_and_greedy_tokens_are_those_of_attention_over_the_dequantised_ca
         assert_same_greedy_tokens(tokens["narrowkv"], tokens["over_the_cache"])
 
 
-@pytest.mark.parametrize("name", ["glm-4.5-air-tiny", pytest.param("gpt-oss-tiny", marks=slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["glm-4.5-air-tiny", *(pytest.param(name, marks=slow) for name in ("gpt-oss-tiny", "gemma-4-tiny"))],
+)
 def test_a_16_bit_cache_gives_what_the_models_own_attention_gives(name):
     model = tiny_model(name, num_layers=1 if name.startswith("glm") else 2)
     own_tokens, own = generate(model)
@@ -376,6 +380,7 @@ DECODERS = {
     "gpt_oss",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
     "mistral",
     "mixtral",
 }
@@ -387,7 +392,6 @@ REASONS = {
     "deepseek_v4": "narrowkv-sparse",
     "llama4_text": "chunks",
     "bloom": "AttentionInterface",
-    "gemma4_text": "head_dim is 512",
     "mamba": "keeps no keys and values",
     "whisper": "encoder",
     "mimo_v2_flash": "192 channels and values 128",

@@ -68,6 +68,19 @@ TINY_MODELS = {
         192,
         {**_WINDOWS, **_EXPERTS, "v_head_dim": 128, "n_routed_experts": 4, "mlp_layer_types": ["dense"] * 2},
     ),
+    # Layers with windows have heads of 256 channels, the others of 512.
+    "gemma-4-tiny": TinyModel(
+        "gemma4_text",
+        8,
+        2,
+        256,
+        {
+            **_WINDOWS,
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 96,
+        },
+    ),
     # Latent attention.
     "deepseek-v3-tiny": TinyModel("deepseek_v3", 12, 12, 64, _LATENT),
     "kimi-linear-tiny": TinyModel(

@@ -32,6 +32,6 @@ ACCURACY_RECIPES = (
 )  # fmt: skip
 TINY_MODELS = (
     "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny",
-    "mimo-v2-tiny",
+    "gemma-4-tiny", "mimo-v2-tiny",
     "deepseek-v3-tiny", "kimi-linear-tiny", "deepseek-v3.2-tiny", "glm-5-tiny", "deepseek-v4-tiny",
 )  # fmt: skip
