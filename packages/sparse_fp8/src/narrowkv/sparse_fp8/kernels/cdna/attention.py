@@ -291,7 +291,7 @@ def _sparse_cdna_kernel(
     acc = gl.full([CALL.BLOCK_H, 512], 0.0, gl.float32, CALL.SUMS)
     tiles = gl.allocate_shared_memory(q.nope.dtype.element_ty, [CALL.STAGES, CALL.BLOCK_K, 512], CALL.TILE)
     prefix, extend, _ = rows_of_program(
-        prefix, prefix_csr, extend, extend_csr, token, split, num_tokens, num_splits,
+        prefix, prefix_csr, extend, extend_csr, token, heads, split, num_tokens, num_splits,
         prefix_rows, prefix_nnz, extend_rows, extend_nnz,
         PREFIX, EXTEND, CALL.SPLIT, None, CALL.BLOCK_K,
     )  # fmt: skip
