@@ -190,7 +190,7 @@ def _sparse_fused_kernel(
 ):  # fmt: skip
     """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token.
 
-    Grid: tokens times blocks of heads, splits. QUERY, PREFIX, EXTEND: `Stored`, or None for no source.
+    Grid: tokens times blocks of heads, splits. QUERY, PREFIX, EXTEND: `StoredRows`, or None for no source.
     """
     token, first_head = heads_of_program(CALL, TILES.BLOCK_H)
     heads = first_head + tl.arange(0, TILES.BLOCK_H)

@@ -272,7 +272,7 @@ def _sparse_cdna_kernel(
 ):  # fmt: skip
     """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token.
 
-    Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source.
+    Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `StoredRows`, or None for no source.
     """
     token, first_head = _heads_of_program(CALL, CALL.BLOCK_H)
     split = gl.program_id(1)
