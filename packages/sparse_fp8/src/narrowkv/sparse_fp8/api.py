@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from narrowkv.runtime.errors import check_keywords, check_positive_int
+from narrowkv.runtime.errors import check_keywords
 from narrowkv.runtime.launch.tracing import traceable
-from narrowkv.sparse_fp8.config import MOST_SPLITS
+from narrowkv.sparse_fp8.config import check_splits
 from narrowkv.sparse_fp8.operation import Result, SparsePlan
 from narrowkv.sparse_fp8.options import KEYWORDS, SparseArguments
 from narrowkv.sparse_fp8.planner import choose_mode, known_plan, plan_for, remember
@@ -61,9 +61,7 @@ def sparse_prefill(
         >>> sparse_prefill(q, source)[0, 0, 0].item()
         3.0
     """
-    if not options.keys() <= KEYWORDS["sparse_prefill"]:
-        check_keywords("sparse_prefill", options, KEYWORDS["sparse_prefill"])
-    return _attend("sparse_prefill", SparseArguments(q, prefix, extend, **options), plan)
+    return _attend("sparse_prefill", plan, q, prefix, extend, options)
 
 
 @traceable
@@ -102,9 +100,7 @@ def sparse_prefill_fp8(
         >>> sparse_prefill_fp8(q, source, mode="fused")[0, 0, 0].item()
         3.0
     """
-    if not options.keys() <= KEYWORDS["sparse_prefill_fp8"]:
-        check_keywords("sparse_prefill_fp8", options, KEYWORDS["sparse_prefill_fp8"])
-    return _attend("sparse_prefill_fp8", SparseArguments(q, prefix, extend, **options), plan)
+    return _attend("sparse_prefill_fp8", plan, q, prefix, extend, options)
 
 
 @traceable
@@ -141,9 +137,7 @@ def sparse_decode(
         >>> sparse_decode(torch.ones(1, 16, 512).bfloat16(), source, num_splits=2)[0, 0, 0].item()
         3.0
     """
-    if not options.keys() <= KEYWORDS["sparse_decode"]:
-        check_keywords("sparse_decode", options, KEYWORDS["sparse_decode"])
-    return _attend("sparse_decode", SparseArguments(q, prefix, extend, **options), plan)
+    return _attend("sparse_decode", plan, q, prefix, extend, options)
 
 
 # The modes of plans that an operation takes.
@@ -154,8 +148,14 @@ _MODES = {
 }
 
 
-def _attend(operation: str, given: SparseArguments, plan: SparsePlan | None) -> Result:
+def _attend(
+    operation: str, plan: SparsePlan | None, q: torch.Tensor | DSV4Rows, prefix: KVSource | None,
+    extend: KVSource | None, options: Any,
+) -> Result:  # fmt: skip
     """A call of the operation, by the plan of calls like it if it has none."""
+    if not options.keys() <= KEYWORDS[operation]:
+        check_keywords(operation, options, KEYWORDS[operation])
+    given = SparseArguments(q, prefix, extend, **options)
     if plan is None:
         key, plan = known_plan(operation, given)
         if plan is None:
@@ -172,19 +172,13 @@ def _mode(operation: str, given: SparseArguments) -> str:
     if operation == "sparse_prefill":
         return "16bit"
     if operation == "sparse_decode":
-        splits = given.num_splits
-        if splits is not None and check_positive_int("num_splits", splits) > MOST_SPLITS:
-            raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {splits}")
-        return _decode_mode(prefix, extend)
+        check_splits(given.num_splits)
+        # Decoding never widens rows to scratch first.
+        narrow = any(isinstance(s, KVSource) and isinstance(s.rows, DSV4Rows) for s in (prefix, extend))
+        return "fused" if narrow else "16bit"
     if given.mode == "prepass":
         return "prepass"
     return choose_mode(given.q, prefix, extend, mode=given.mode, num_qo_heads=given.num_qo_heads).mode
-
-
-def _decode_mode(*sources: KVSource | None) -> str:
-    """Decoding never widens rows to scratch first: "fused" if a source is in FP8."""
-    narrow = any(isinstance(s, KVSource) and isinstance(s.rows, DSV4Rows) for s in sources)
-    return "fused" if narrow else "16bit"
 
 
 def _check_planned(plan: SparsePlan, modes: tuple[str, ...], *, sm_scale: float | None) -> None:

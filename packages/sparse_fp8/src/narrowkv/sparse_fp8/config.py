@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from narrowkv.runtime.errors import check_positive_int
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import TRITON
@@ -15,6 +16,8 @@ from narrowkv.sparse_fp8.layouts import HEAD_DIM, RowLayout
 __all__ = [
     "MOST_HEADS",
     "SparseConfig",
+    "check_heads",
+    "check_splits",
     "choose_config",
     "choose_splits",
     "specialised_config",
@@ -30,6 +33,28 @@ MOST_BUFFER_BYTES = 2**31 - 1
 # Splits of every token in batch-invariant mode. With 2048 rows a token, each split has 8 tiles of 64 rows,
 # and the partial results of 64 heads (2 KiB a head and split) take half as many bytes as the token's rows.
 INVARIANT_SPLITS = 4
+
+
+def check_heads(num_qo_heads: int) -> int:
+    """Refuses a number of heads that no kernel takes.
+
+    Raises:
+        TypeError, ValueError: naming what was expected and what was given.
+    """
+    if check_positive_int("num_qo_heads", num_qo_heads) > MOST_HEADS:
+        raise ValueError(f"num_qo_heads must be at most {MOST_HEADS}, got {num_qo_heads}")
+    return num_qo_heads
+
+
+def check_splits(num_splits: int | None) -> int | None:
+    """Refuses a number of splits that no grid has; None leaves the choice to the call.
+
+    Raises:
+        TypeError, ValueError: naming what was expected and what was given.
+    """
+    if num_splits is not None and check_positive_int("num_splits", num_splits) > MOST_SPLITS:
+        raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
+    return num_splits
 
 
 @dataclass(frozen=True)

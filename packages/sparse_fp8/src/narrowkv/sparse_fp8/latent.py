@@ -22,7 +22,7 @@ from narrowkv.runtime.launch import active_target, executor, is_compiled
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.operation import Bounded
 from narrowkv.sparse_fp8.binding import INT32_MAX, QUERY_FORMATS, RowsFormat
-from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS
+from narrowkv.sparse_fp8.config import MOST_HEADS, check_heads, check_splits
 from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
 from narrowkv.sparse_fp8.operation import Result, SparsePlan
@@ -90,7 +90,9 @@ def plan_latent(
         >>> plan.workspace_bytes() <= plan.workspace.num_bytes
         True
     """
-    _check_sizes(num_qo_heads, q_len)
+    check_heads(num_qo_heads)
+    if check_positive_int("q_len", q_len) > MOST_QUERIES:
+        raise ValueError(f"q_len must be at most {MOST_QUERIES}, got {q_len}")
     check_instance("rows", rows, RowsFormat)
     check_positive_int("page_size", page_size)
     check_choice("query", query, ("bf16", "fp16"))
@@ -112,20 +114,11 @@ def plan_latent(
     return replace(plan, max_num_tokens=max_batch, max_indices=INT32_MAX).with_workspace()
 
 
-def _check_sizes(num_qo_heads: int, q_len: int) -> None:
-    """Refuses numbers of heads and query tokens that no kernel takes."""
-    if check_positive_int("num_qo_heads", num_qo_heads) > MOST_HEADS:
-        raise ValueError(f"num_qo_heads must be at most {MOST_HEADS}, got {num_qo_heads}")
-    if check_positive_int("q_len", q_len) > MOST_QUERIES:
-        raise ValueError(f"q_len must be at most {MOST_QUERIES}, got {q_len}")
-
-
 def _plan(
     pages: PagedForm, rows: RowsFormat, query: str, device: torch.device, compiled: bool,
     sm_scale: float | None, has_sinks: bool, writes_lse: bool, num_splits: int | None, batch_invariant: bool,
 ) -> SparsePlan:  # fmt: skip
-    if num_splits is not None and check_positive_int("num_splits", num_splits) > MOST_SPLITS:
-        raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
+    check_splits(num_splits)
     scale = rows.head_dim**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
     return make_plan(
         mode="fused" if rows.is_quantized else "16bit", target=active_target(device), compiled=compiled,

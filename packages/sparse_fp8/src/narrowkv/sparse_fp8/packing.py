@@ -158,7 +158,7 @@ def pack_pages(
     values: torch.Tensor, rope: torch.Tensor | None, scale: torch.Tensor, layout: RowLayout,
     page_size: int, *, padded: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """PagedForm of rows; the last page is filled up with zeros.
+    """Pages of rows; the last page is filled up with zeros.
 
     Args:
         values: `[rows, value_bytes]`, one byte an element.

@@ -22,7 +22,13 @@ from narrowkv.runtime.launch import Workspace, active_target, executor, is_compi
 from narrowkv.runtime.operation import Bounded
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import QUERY_FORMATS, RowsFormat
-from narrowkv.sparse_fp8.config import MOST_HEADS, MOST_SPLITS, choose_config, specialised_config
+from narrowkv.sparse_fp8.config import (
+    MOST_HEADS,
+    check_heads,
+    check_splits,
+    choose_config,
+    specialised_config,
+)
 from narrowkv.sparse_fp8.config_tuned import tuned_plan
 from narrowkv.sparse_fp8.kernels.rows import PagedForm
 from narrowkv.sparse_fp8.launches import route_of
@@ -97,8 +103,7 @@ def plan_sparse(
         >>> plan.mode, plan.workspace_bytes() <= plan.workspace.num_bytes
         ('fused', True)
     """
-    if check_positive_int("num_qo_heads", num_qo_heads) > MOST_HEADS:
-        raise ValueError(f"num_qo_heads must be at most {MOST_HEADS}, got {num_qo_heads}")
+    check_heads(num_qo_heads)
     check_choice("mode", mode, ("auto", "16bit", "fused", "prepass"))
     formats = {"prefix": prefix, "extend": extend}
     if not isinstance(query, str):
@@ -111,8 +116,7 @@ def plan_sparse(
         given = prefix if prefix is not None else extend
         query = QUERY_FORMATS[query, HEAD_DIM if given is None else given.head_dim]
     scale = query.head_dim**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
-    if num_splits is not None and check_positive_int("num_splits", num_splits) > MOST_SPLITS:
-        raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
+    check_splits(num_splits)
     if (max_num_tokens is None) != (max_indices is None):
         raise ValueError("max_num_tokens and max_indices must both be given or both be None, got one")
     if workspace is not None and check_instance("workspace", workspace, Workspace) and max_num_tokens is None:

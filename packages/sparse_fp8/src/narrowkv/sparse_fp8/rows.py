@@ -213,7 +213,7 @@ class DSV4Rows:
         format: str = "fp8_e4m3fn",
         negative_zero_free: bool = False,
     ) -> DSV4Rows:
-        """PagedForm of DeepSeek-V4: `paged` with layout "packed584".
+        """Pages of DeepSeek-V4: `paged` with layout "packed584".
 
         In a page of P tokens, token p has its 448 E4M3 bytes and then 64 bf16 at byte `p * 576`, and its
         seven E8M0 bytes (a zero byte follows) at byte `P * 576 + p * 8`.

@@ -26,12 +26,12 @@ from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.sparse_fp8.indexer.kernels.append import AppendSpec, _append_index_keys_kernel
 from narrowkv.sparse_fp8.indexer.kernels.logits import KeyPages
 from narrowkv.sparse_fp8.indexer.keys import FP4, SHUFFLED_TILE, IndexKeys, IndexKeysFormat
-from narrowkv.sparse_fp8.indexer.options import APPEND_DEFAULTS
+from narrowkv.sparse_fp8.options import APPEND_DEFAULTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from narrowkv.sparse_fp8.indexer.options import IndexAppendOptions
+    from narrowkv.sparse_fp8.options import IndexAppendOptions
 
 __all__ = ["append_index_keys"]
 

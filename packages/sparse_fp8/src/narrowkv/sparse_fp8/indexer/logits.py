@@ -37,12 +37,12 @@ from narrowkv.sparse_fp8.indexer.kernels.logits import (
     _index_logits_kernel,
 )
 from narrowkv.sparse_fp8.indexer.keys import SHUFFLED_TILE, IndexKeys, IndexKeysFormat
-from narrowkv.sparse_fp8.indexer.options import LOGITS_DEFAULTS
+from narrowkv.sparse_fp8.options import LOGITS_DEFAULTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from narrowkv.sparse_fp8.indexer.options import IndexLogitsOptions
+    from narrowkv.sparse_fp8.options import IndexLogitsOptions
 
 __all__ = ["MOST_HEADS", "MOST_Q_LEN", "IndexLogitsPlan", "index_logits", "plan_index_logits"]
 

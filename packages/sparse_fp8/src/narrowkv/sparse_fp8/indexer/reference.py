@@ -11,12 +11,12 @@ from narrowkv.quant import decode
 from narrowkv.quant import hadamard as rotate
 from narrowkv.runtime.errors import with_defaults
 from narrowkv.sparse_fp8.indexer.keys import IndexKeys
-from narrowkv.sparse_fp8.indexer.options import APPEND_DEFAULTS, LOGITS_DEFAULTS
+from narrowkv.sparse_fp8.options import APPEND_DEFAULTS, LOGITS_DEFAULTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from narrowkv.sparse_fp8.indexer.options import IndexAppendOptions, IndexLogitsOptions
+    from narrowkv.sparse_fp8.options import IndexAppendOptions, IndexLogitsOptions
 
 __all__ = ["append_index_keys_reference", "index_logits_reference", "index_topk_reference"]
 

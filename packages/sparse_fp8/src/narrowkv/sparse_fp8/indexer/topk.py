@@ -28,12 +28,12 @@ from narrowkv.runtime.operation import Plan, signature_of
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.indexer.kernels.logits import Bounds
 from narrowkv.sparse_fp8.indexer.kernels.topk import Candidates, RowMap, TopkSpec, _index_topk_kernel
-from narrowkv.sparse_fp8.indexer.options import TOPK_DEFAULTS
+from narrowkv.sparse_fp8.options import TOPK_DEFAULTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from narrowkv.sparse_fp8.indexer.options import IndexTopkOptions
+    from narrowkv.sparse_fp8.options import IndexTopkOptions
 
 __all__ = ["MOST_COLUMNS", "MOST_TOPK", "IndexTopkPlan", "index_topk", "plan_index_topk"]
 

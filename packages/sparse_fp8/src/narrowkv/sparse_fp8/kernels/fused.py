@@ -20,7 +20,6 @@ from narrowkv.sparse_fp8.kernels.results import (
 )
 from narrowkv.sparse_fp8.kernels.rows import (
     as_fp8,
-    first_unseen,
     load_columns,
     load_indices,
     load_rope,
@@ -191,7 +190,7 @@ def _sparse_fused_kernel(
 ):  # fmt: skip
     """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token.
 
-    Grid: tokens times blocks of heads, splits. QUERY, PREFIX, EXTEND: `Stored`, or None for no source.
+    Grid: tokens times blocks of heads, splits. QUERY, PREFIX, EXTEND: `StoredRows`, or None for no source.
     """
     token, first_head = heads_of_program(CALL, TILES.BLOCK_H)
     heads = first_head + tl.arange(0, TILES.BLOCK_H)
@@ -208,12 +207,11 @@ def _sparse_fused_kernel(
     acc = ()
     for _ in tl.static_range(512 // TILES.WIDTH):
         acc = acc + (tl.zeros([TILES.BLOCK_H, TILES.WIDTH], tl.float32),)
-    prefix, extend, length = rows_of_program(
-        prefix, prefix_csr, extend, extend_csr, token, split, num_tokens, num_splits,
+    prefix, extend, unseen = rows_of_program(
+        prefix, prefix_csr, extend, extend_csr, token, heads, split, num_tokens, num_splits,
         prefix_rows, prefix_nnz, extend_rows, extend_nnz,
         PREFIX, EXTEND, CALL.SPLIT, CALL.PAGES, TILES.BLOCK_K,
     )  # fmt: skip
-    unseen = first_unseen(heads, length, CALL.PAGES)
     if PREFIX is not None:
         acc, m, l = _attend_fused(
             q_tiles, q_scales, acc, m, l, qk_scale, prefix, unseen,

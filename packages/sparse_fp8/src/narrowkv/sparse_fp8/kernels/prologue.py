@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
-from narrowkv.sparse_fp8.kernels.rows import bounded, rows_of_token
+from narrowkv.sparse_fp8.kernels.rows import bounded, first_unseen, rows_of_token
 
 
 @triton.jit
@@ -35,12 +35,12 @@ def places_of_split(
 
 @triton.jit
 def rows_of_program(
-    prefix, prefix_lists, extend, extend_lists, token, split, num_tokens, num_splits,
+    prefix, prefix_lists, extend, extend_lists, token, heads, split, num_tokens, num_splits,
     prefix_rows, prefix_nnz, extend_rows, extend_nnz,
     PREFIX: tl.constexpr, EXTEND: tl.constexpr, SPLIT: tl.constexpr, PAGES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """What a program attends to: a tuple for each source, and the end of the token's rows in the prefix.
+    """What a program attends to: a tuple for each source, and what `first_unseen` says of its `heads`.
 
     A tuple holds the rows, the lists that name them and the places [begin, end) in these, which are a part of
     the token's where its rows are split. A source that is absent (PREFIX or EXTEND None) has no places.
@@ -57,7 +57,7 @@ def rows_of_program(
         extend_lists, extend_begin, extend_end = rows_of_token(
             extend_lists, extend_nnz, extend_rows, token, num_tokens, None
         )
-    length = prefix_end
+    unseen = first_unseen(heads, prefix_end, PAGES)
     if SPLIT:
         prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
             prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, BLOCK_K
@@ -65,5 +65,5 @@ def rows_of_program(
     return (
         (prefix, prefix_lists, prefix_begin, prefix_end),
         (extend, extend_lists, extend_begin, extend_end),
-        length,
+        unseen,
     )

@@ -16,7 +16,6 @@ from narrowkv.sparse_fp8.kernels.results import (
     store_state,
 )
 from narrowkv.sparse_fp8.kernels.rows import (
-    first_unseen,
     load_indices,
     names_a_row,
     row_numbers,
@@ -103,7 +102,7 @@ def _sparse_16bit_kernel(
 ):  # fmt: skip
     """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token.
 
-    Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source.
+    Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `StoredRows`, or None for no source.
     """
     token, first_head = heads_of_program(CALL, TILES.BLOCK_H)
     heads = first_head + tl.arange(0, TILES.BLOCK_H)
@@ -122,12 +121,11 @@ def _sparse_16bit_kernel(
     m = tl.full([TILES.BLOCK_H], float("-inf"), tl.float32)
     l = tl.zeros([TILES.BLOCK_H], tl.float32)
     acc = tl.zeros([TILES.BLOCK_H, 512], tl.float32)
-    prefix, extend, length = rows_of_program(
-        prefix, prefix_csr, extend, extend_csr, token, split, num_tokens, num_splits,
+    prefix, extend, unseen = rows_of_program(
+        prefix, prefix_csr, extend, extend_csr, token, heads, split, num_tokens, num_splits,
         prefix_rows, prefix_nnz, extend_rows, extend_nnz,
         PREFIX, EXTEND, CALL.SPLIT, CALL.PAGES, TILES.BLOCK_K,
     )  # fmt: skip
-    unseen = first_unseen(heads, length, CALL.PAGES)
     if PREFIX is not None:
         acc, m, l = _attend_16bit_rows(
             q_tile, q_rope, acc, m, l, qk_scale, prefix, unseen,

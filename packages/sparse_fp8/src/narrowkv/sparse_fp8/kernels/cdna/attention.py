@@ -272,7 +272,7 @@ def _sparse_cdna_kernel(
 ):  # fmt: skip
     """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token.
 
-    Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source.
+    Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `StoredRows`, or None for no source.
     """
     token, first_head = _heads_of_program(CALL, CALL.BLOCK_H)
     split = gl.program_id(1)
@@ -291,7 +291,7 @@ def _sparse_cdna_kernel(
     acc = gl.full([CALL.BLOCK_H, 512], 0.0, gl.float32, CALL.SUMS)
     tiles = gl.allocate_shared_memory(q.nope.dtype.element_ty, [CALL.STAGES, CALL.BLOCK_K, 512], CALL.TILE)
     prefix, extend, _ = rows_of_program(
-        prefix, prefix_csr, extend, extend_csr, token, split, num_tokens, num_splits,
+        prefix, prefix_csr, extend, extend_csr, token, heads, split, num_tokens, num_splits,
         prefix_rows, prefix_nnz, extend_rows, extend_nnz,
         PREFIX, EXTEND, CALL.SPLIT, None, CALL.BLOCK_K,
     )  # fmt: skip

@@ -19,9 +19,9 @@ from narrowkv.sparse_fp8.kernels.rows import Csr, bounded, clamp_span, load_span
 
 
 class HopperCall(NamedTuple):
-    """Constants that a kernel for Hopper is compiled with, besides `Call` and `Tiles`.
+    """Constants that a kernel for Hopper is compiled with: those of `SparseSpec`, `Tiles` and its own.
 
-    PREFIX, EXTEND: how the rows of each source are stored, `Stored`; that of the other if it is absent.
+    PREFIX, EXTEND: how the rows of each source are stored, `StoredRows`; that of the other if it is absent.
     STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two. HEADROOM: how
     far below one the largest lies when the reference of the logits is updated.
     SCORE_REGISTERS, GATHER_REGISTERS: registers of a thread, in the kernel for few heads.
