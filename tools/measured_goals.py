@@ -37,7 +37,7 @@ from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.paged_cache import PageTable
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import KernelSpec, recording, warmup
-from narrowkv.testing.backends import PEER_BOUND, PEERS, prepare_or_refuse
+from narrowkv.testing.backends import PEER_BOUND, PEERS
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
 from narrowkv.testing.bench.host import host_us, measure_calls
 from narrowkv.testing.bench.measure import Call, check, time_checked
@@ -308,7 +308,7 @@ class Calls:
             return
         checked = checked_inputs(False)
         for peer in self._peers:
-            prepare = partial(prepare_or_refuse, peer, checked.inputs)
+            prepare = partial(peer.prepare, checked.inputs)
             yield (
                 peer.name,
                 Call({}, prepare, step.bytes_touched, step.flops, checked.error, PEER_BOUND, is_peer=True),
