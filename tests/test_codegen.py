@@ -87,6 +87,10 @@ def kernels() -> Iterator[tuple[DecodeCase, str]]:
     for fmt in ("fp8_e4m3fn", "fp8_e5m2"):
         yield replace(shape(fmt), stale_columns=511), "gfx942"
     yield shape("fp8_e4m3fnuz", q_dtype=torch.float8_e4m3fnuz), "gfx942"
+    for target, dtype in product(("gfx942", "gfx950"), (torch.float8_e4m3fn, torch.float8_e4m3fnuz)):
+        if target == "gfx942" or dtype == torch.float8_e4m3fn:
+            for changes in [{}, {"scale_format": "e4m3"}, {"logits_soft_cap": 30.0}]:
+                yield shape("fp4_e2m1", kernel="fp8", q_dtype=dtype, **changes), target
     for changes in [*SIZES, {"scale_group": 32}, {"scale_format": "e4m3"}]:
         yield shape("fp4_e2m1", kernel="native", **changes), "gfx950"
     for dtype in (torch.bfloat16, torch.float16):

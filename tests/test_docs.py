@@ -256,7 +256,11 @@ def test_plots_and_tables_are_those_of_the_stored_results(monkeypatch):
 
 @pytest.mark.parametrize(
     ("plan", "kernels"),
-    [("plan_decode", ("decode", "native")), ("plan_prefill", KERNELS), ("plan_append", APPEND_KERNELS)],
+    [
+        ("plan_decode", ("decode", "native", "fp8")),
+        ("plan_prefill", KERNELS),
+        ("plan_append", APPEND_KERNELS),
+    ],
 )
 def test_the_tuning_page_lists_every_kernel_that_can_be_forced(plan, kernels):
     page = (ROOT / "docs" / "tuning.md").read_text()

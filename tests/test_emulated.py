@@ -71,6 +71,7 @@ DECODE = {
     "FP8 keys, FP4 values, a window": (
         "kv_heads=1,ratio=8,lens=200+64,format=fp8_e4m3fn/fp4_e2m1,window=70,split=none,layout=HND"
     ),
+    "FP4 as FP8": "kv_heads=2,ratio=12,lens=200+5+0,format=fp4_e2m1,q=fp8_e4m3fn,kernel=fp8,window=70",
     "FP4, two tokens of two tiles": "kv_heads=1,ratio=4,q_len=2,lens=200+65,format=fp4_e2m1,split=none",
     "FP4, 32 rows": "kv_heads=1,ratio=17,lens=150,format=fp4_e2m1,group=32,split=none",
     "INT4": SMALL + "format=int4,clean=1",

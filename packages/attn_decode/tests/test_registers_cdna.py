@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from narrowkv.quant import KeyTransform
-from narrowkv.runtime.launch import run_as
+from narrowkv.quant import KeyTransform, device_fp4_e4m3
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import interpreter, run_as
 from narrowkv.testing.agreement import assert_right
 from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
 
@@ -19,6 +23,27 @@ CASE = DecodeCase(
     lens=(150, 37, 0), gqa_ratio=12, num_kv_heads=2, head_dim=128, page_size=16, stale_columns=0,
     format="fp4_e2m1", out_dtype=torch.float32,
 )  # fmt: skip
+
+
+@triton.jit
+def _permuted(high, low, selectors):
+    """`v_perm_b32` for selectors of 0 to 7."""
+    result = selectors * 0
+    for i in tl.static_range(4):
+        place = (selectors >> (8 * i)) & 7
+        word = tl.where(place >= 4, high, low)
+        result |= ((word >> (8 * (place & 3))) & 255) << (8 * i)
+    return result
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plain_arithmetic() -> Iterator[None]:
+    """The interpreter runs this instead of the instruction."""
+    with interpreter.replaced({device_fp4_e4m3.permute: _permuted}):
+        yield
+
+
+FP8_CASE = replace(CASE, q_dtype=torch.float8_e4m3fn, kernel="fp8")
 
 
 def _takes_lanes(inputs: DecodeInputs) -> bool:
@@ -44,6 +69,38 @@ def _attends(case: DecodeCase, inputs: DecodeInputs | None = None, **options: An
 )  # fmt: skip
 def test_operands_hold_the_keys_and_values_that_they_should(options):
     _attends(replace(CASE, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layout": "HND", "window_left": 40}, {"scale_format": "e4m3", "logits_soft_cap": 5.0}],
+    ids=str,
+)
+def test_a_table_turns_fp4_into_fp8(options):
+    """Every code occurs, minus zero too, which FNUZ would read as NaN."""
+    case = replace(FP8_CASE, **options)
+    inputs = case.inputs()
+    for stored in (inputs.cache.k, inputs.cache.v):
+        codes = torch.randint(
+            256, stored.shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+        )
+        stored.view(torch.uint8).copy_(codes)
+    _attends(case, inputs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        ({"q_dtype": torch.bfloat16}, "queries in"), ({"format": "fp8_e4m3fn"}, "one scale a head"),
+        ({"scale_group": 32}, "one scale a head"), ({"q_len": 2}, "one query token"),
+        ({"page_size": 2}, "a multiple of 4 tokens"), ({"kernel": "decode"}, "needs kernel='fp8'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_table_does_not_serve_is_refused(changes, lacks):
+    inputs = replace(FP8_CASE, **changes).inputs()
+    with run_as("gfx942"), pytest.raises(UnsupportedError, match=lacks):
+        inputs.call()
 
 
 def test_transformed_queries_are_in_the_order_of_the_keys():

@@ -40,12 +40,13 @@ def check_query_format(dtype: torch.dtype, formats: CacheFormat) -> None:
     """Refuses FP8 queries over what they are not served with.
 
     Raises:
-        UnsupportedError: K or V is not in FP8.
+        UnsupportedError: K and V are neither both in FP8 nor both in FP4.
     """
-    if dtype.itemsize == 1 and {get_format(name).kind for name in (formats.k, formats.v)} != {"fp8"}:
+    kinds = {get_format(name).kind for name in (formats.k, formats.v)}
+    if dtype.itemsize == 1 and kinds not in ({"fp8"}, {"fp4"}):
         raise UnsupportedError(
-            f"an FP8 query needs K and V in FP8, got k={formats.k}, v={formats.v}; a 16-bit query reads any "
-            "cache"
+            f"an FP8 query needs K and V in FP8, or both in FP4, got k={formats.k}, v={formats.v}; a 16-bit "
+            "query reads any cache"
         )
 
 

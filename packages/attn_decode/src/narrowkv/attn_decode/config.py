@@ -60,7 +60,8 @@ class DecodeConfig:
         num_items: the most splits of all sequences together, for each KV head and row block.
         tiles_per_split: key tiles of a split; 0 for an even share.
         merge_in_launch: the last split to arrive merges, instead of a second kernel.
-        kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored.
+        kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored; "fp8"
+            makes FP4 keys and values FP8, by a table, and multiplies both so, with FP8 queries.
         k_parts, v_parts: elements per word that K and V are read in; see `narrowkv.quant.device.widen_parts`.
         options: compiler options of the attention kernel.
         merge: of the second kernel.
@@ -117,7 +118,7 @@ def choose_kernel(target: Target, k_format: str, kernel: str | None, *, head_dim
     Raises:
         UnsupportedError: the forced kernel needs what the target, the format or the heads lack.
     """
-    check_choice("kernel", kernel or "decode", ("native", "decode"))
+    check_choice("kernel", kernel or "decode", ("native", "decode", "fp8"))
     lacks = (
         f"keys in fp4_e2m1, not {k_format}"
         if k_format != "fp4_e2m1"
@@ -130,6 +131,37 @@ def choose_kernel(target: Target, k_format: str, kernel: str | None, *, head_dim
     if kernel == "native" and lacks:
         raise UnsupportedError(f"kernel='native' needs {lacks}; kernel='decode' works here")
     return kernel or "decode"
+
+
+def _check_fp8_kernel(
+    target: Target, shape: DecodeShape, formats: tuple[str, str], scale_group: int, kernel: str
+) -> None:
+    """Raises UnsupportedError, with what is lacking, where kernel="fp8" does not serve a call.
+
+    It is used only when forced: docs/amd-timing.md compares the ways to multiply FP4. No other kernel takes
+    FP8 queries over FP4.
+    """
+    query = get_format(shape.q_dtype).name
+    if kernel != "fp8" and query.startswith(_FP8_PREFIX) and formats[0] == "fp4_e2m1":
+        raise UnsupportedError(
+            "an FP8 query over a cache in FP4 needs kernel='fp8' (gfx942 and gfx950); a 16-bit query reads "
+            "any cache"
+        )
+    if kernel != "fp8":
+        return
+    lacks = (
+        f"gfx942 or gfx950, not {target.name}"
+        if target.name not in ("gfx942", "gfx950")
+        else f"keys and values in fp4_e2m1 with one scale a head, not {formats}, scale_group {scale_group}"
+        if formats != ("fp4_e2m1", "fp4_e2m1") or scale_group
+        else f"queries in {target.native_fp8} or E4M3FN, not {query}"
+        if query not in ("fp8_e4m3fn", target.native_fp8)
+        else "one query token, at most 16 query heads a KV head and heads of 128 channels"
+        if shape.q_len > 1 or shape.gqa_ratio > 16 or (shape.head_dim, shape.v_dim) != (128, 128)
+        else ""
+    )
+    if lacks:
+        raise UnsupportedError(f"kernel='fp8' needs {lacks}; kernel='decode' works here")
 
 
 def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
@@ -313,7 +345,7 @@ def choose_config(
         shape: the call's shape.
         k_format: storage format of K; v_format: of V.
         scale_group: FP4's channels per scale, 0 for one scale per position and head.
-        kernel: forces "native" or "decode".
+        kernel: forces "native", "decode" or "fp8".
         split: forces "none", "even" or "per_sequence".
         tokens_per_split: a fixed split size in tokens, rounded up to key tiles; 0 chooses.
         batch_invariant: nothing that the result of a sequence depends on is chosen by batch or capacity.
@@ -538,13 +570,14 @@ def _shipped_config(
 ) -> DecodeConfig:
     """The shipped configuration; see `choose_config`."""
     chosen = choose_kernel(target, k_format, kernel, head_dim=shape.head_dim)
-    k_parts = 1 if chosen == "native" else parts_of(target, k_format, is_key=True)
+    _check_fp8_kernel(target, shape, (k_format, v_format), scale_group, chosen)
+    k_parts = {"native": 1, "fp8": 2}.get(chosen) or parts_of(target, k_format, is_key=True)
     rows = shape.q_len * shape.gqa_ratio
     narrow_head = shape.head_dim <= 128
     fast = narrow_head and k_format.startswith(_FP8_PREFIX) and v_format.startswith(_FP8_PREFIX)
     block_m = rows_of_tile(target, rows, fast=fast, head_dim=shape.head_dim)
     # 64 rows are the matrix instruction that takes V from shared memory as it lies there.
-    v_parts = parts_of(target, v_format, is_key=block_m >= 64)
+    v_parts = k_parts if chosen == "fp8" else parts_of(target, v_format, is_key=block_m >= 64)
     row_blocks = -(-rows // block_m)
     head_programs = shape.num_kv_heads * row_blocks
     compute_units = target.compute_units

@@ -120,7 +120,7 @@ def amd_tile(
         k_format: storage format of K; v_format: of V.
         q_len: query tokens of each sequence; q_dtype: bf16 or fp16; head_dim: channels of a head.
         scale_group: FP4's channels per scale, 0 for one scale per position and head.
-        kernel: "decode" or "native".
+        kernel: "decode", "native" or "fp8".
     """
     if head_dim > 256:
         return _wide_head_tile(block_m, k_format, v_format, q_len=q_len, head_dim=head_dim)

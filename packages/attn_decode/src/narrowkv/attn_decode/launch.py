@@ -41,9 +41,31 @@ class PreparedDecode(Prepared):
     q_as_bytes: bool
 
 
-def read_options(config: DecodeConfig, computes_in_fp16: bool) -> ReadOptions:
+class _Fp8(NamedTuple):
+    """How kernel="fp8" multiplies on a target.
+
+    Attributes:
+        type: of the matrix unit.
+        p_scale: of the weights, so that few of them are subnormal.
+        exponent: of the power of two that scores and outputs lack: of an E2M1 number over its byte
+            (`device_fp4_e4m3`), over that of `p_scale`. Scores lack as much: of a query's byte over its
+            number in the type, over `widening_exponent`.
+    """
+
+    type: Any
+    p_scale: float
+    exponent: int
+
+
+_FP8 = {"gfx942": _Fp8(tl.float8e4b8, 128.0, 0), "gfx950": _Fp8(tl.float8e4nv, 256.0, -2)}
+
+
+def read_options(target: Target, config: DecodeConfig, computes_in_fp16: bool) -> ReadOptions:
     """How the kernels of a configuration read a cache."""
     native = config.kernel == "native"
+    if config.kernel == "fp8":
+        exponent = _FP8[target.name].exponent
+        return ReadOptions(config.k_parts, config.v_parts, k_exponent=exponent, v_exponent=exponent)
     # gfx950's own FP4 conversion takes registers that tiles without prefetch do not leave. Its inline
     # assembly waits too short a time for the matrix instructions of the native kernel.
     return ReadOptions(
@@ -71,18 +93,25 @@ def reads_to_registers(target: Target, shape: DecodeShape, config: DecodeConfig,
 
 
 def reads_to_lanes(target: Target, shape: DecodeShape, config: DecodeConfig, reading: Reading) -> bool:
-    """Whether the kernel reads FP4 with one scale a head as `attend_in_lanes` does.
+    """Whether decode of FP4 with one scale a head is `attend_in_lanes`.
 
     Batch-invariant plans keep their sums. On gfx950 LDS transposes 16-bit words as fast.
     """
+    if target.name != "gfx942" or config.kernel != "decode" or config.split == "fixed":
+        return False
+    return fits_lanes(shape, config, reading)
+
+
+def fits_lanes(shape: DecodeShape, config: DecodeConfig, reading: Reading) -> bool:
+    """Whether `attend_in_lanes` serves a call over this cache."""
     tile = (config.block_m, config.block_n, config.options.num_warps, shape.q_len, shape.head_dim)
-    fits = target.name == "gfx942" and config.kernel == "decode" and config.split != "fixed"
-    if not fits or tile != (16, 64, 1, 1, 128) or shape.v_dim != 128 or shape.page_size % 4:
+    if tile != (16, 64, 1, 1, 128) or shape.v_dim != 128 or shape.page_size % 4:
         return False
     for stored, words in ((reading.k_stored, reading.k), (reading.v_stored, reading.v)):
         one_scale = stored.format == "fp4_e2m1" and stored.descale in ("e8m0", "e4m3")
         places = (words.ptr.data_ptr(), 2 * words.page, 2 * words.token, 2 * words.head)
-        if not one_scale or stored.vec or any(place % 16 for place in places):
+        is_words = words.ptr.dtype == torch.int16 and not stored.vec
+        if not (one_scale and is_words) or any(place % 16 for place in places):
             return False
     return True
 
@@ -124,7 +153,8 @@ def constants_of(
     # That loop loads Q's channels in the order of its lanes; a transform needs them in order.
     registers = not transforms and reads_to_registers(target, shape, config, reading)
     k_stored, v_stored = reading.k_stored, reading.v_stored
-    lanes = reads_to_lanes(target, shape, config, reading)
+    fp8 = _FP8[target.name] if config.kernel == "fp8" else None
+    lanes = fp8 is not None or reads_to_lanes(target, shape, config, reading)
     if registers or lanes:
         k_stored = k_stored._replace(token=reading.k.token, scale_token=reading.k_descale.token)
         v_stored = v_stored._replace(token=reading.v.token, scale_token=reading.v_descale.token)
@@ -166,6 +196,8 @@ def constants_of(
             early=target.name == "sm90" and config.split != "none" and not config.merge_in_launch,
             registers=registers,
             lanes=lanes,
+            fp8=None if fp8 is None else fp8.type,
+            p_scale=1.0 if fp8 is None else fp8.p_scale,
             q_format=get_format(shape.q_dtype).name if shape.q_dtype.itemsize == 1 else "",
             acc_parts=multiplied_parts(target, block_d, v_stored.parts) if tall else v_stored.parts,
             q_in_shared=target.vendor == "nvidia" and config.block_m >= 64 and not native,

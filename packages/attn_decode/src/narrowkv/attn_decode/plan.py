@@ -21,6 +21,7 @@ from narrowkv.attn_decode.launch import (
     PreparedDecode,
     allocated,
     constants_of,
+    fits_lanes,
     fitting,
     launches_of,
     power_of_two,
@@ -249,12 +250,19 @@ class DecodePlan(Plan):
                 "again"
             )
         half = "bf16" not in (self.k_format, self.v_format)
-        bound = bind_cache(cache, self.target, ((READING, read_options(self.config, half)),))
+        bound = bind_cache(cache, self.target, ((READING, read_options(self.target, self.config, half)),))
         descale = bound.readings[READING].k_stored.descale
         if self.config.kernel == "native" and descale in ("e8m0_16", "e4m3_16", "e4m3_32"):
             raise UnsupportedError(
                 "kernel='native' needs keys with one scale a head or an E8M0 scale per 32 channels, got "
                 f"{descale}; kernel='decode' works here"
+            )
+        if self.config.kernel == "fp8" and (
+            bound.transforms or not fits_lanes(shape, self.config, bound.readings[READING])
+        ):
+            raise UnsupportedError(
+                "kernel='fp8' needs pages of a multiple of 4 tokens, rows at multiples of 16 bytes and no "
+                "key transform; kernel='decode' works here"
             )
         return bound
 

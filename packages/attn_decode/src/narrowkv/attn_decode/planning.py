@@ -63,8 +63,9 @@ def plan_decode(
             depends on it: longer sequences are served, too.
         tokens_per_split: a fixed split size in tokens, rounded up to key tiles.
         split: forces "none", "even" or "per_sequence".
-        kernel: forces "native" (scaled matrix instructions on FP4 keys, Q as a sum of E4M3 terms: gfx950) or
-            "decode" (the cache widened to 16 bits: everywhere). None is "decode".
+        kernel: forces "native" (scaled matrix instructions on FP4 keys, Q as a sum of E4M3 terms: gfx950),
+            "fp8" (FP8 queries over FP4, which becomes FP8 by a table: gfx942 and gfx950) or "decode" (the
+            cache widened to 16 bits: everywhere). None is "decode".
         batch_invariant: the result of a sequence has the same bits alone and in any batch, with any width of
             the page table. Tiles and splits then depend on the sequence alone, which costs speed where the
             batch would have asked for others: short contexts, and few long sequences.

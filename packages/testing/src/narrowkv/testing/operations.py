@@ -97,7 +97,7 @@ class DecodeCall:
     page_size: int = option(16)
     cache_format: str = option("fp8_e4m3fn", kind="formats")
     q: str = option("bf16", kind="query")
-    kernel: str = option("", "native or decode; default: the target's.", words=DECODE_KERNELS)
+    kernel: str = option("", "native, decode or fp8; default: the target's.", words=DECODE_KERNELS)
 
 
 DECODE = OperationEntry(

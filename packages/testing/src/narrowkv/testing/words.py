@@ -10,7 +10,7 @@ FP4 = "fp4_e2m1"
 CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", FP4, "int8", "int4")
 SCALE_GROUPS = (16, 32)
 """Channels of FP4 that can share a scale."""
-DECODE_KERNELS = ("native", "decode")
+DECODE_KERNELS = ("native", "decode", "fp8")
 SPARSE_WAYS = ("bf16", "prepass", "fused", "fused-fp8q")
 """What `bench sparse` compares: 16-bit rows, and FP8 rows in each mode."""
 SAGE_PRECISIONS = ("int8", "int4", "fp8")

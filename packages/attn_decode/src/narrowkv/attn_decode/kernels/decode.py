@@ -13,11 +13,10 @@ from narrowkv.attn_decode.kernels.loop import (
     State,
     attend_to_rows,
     attend_to_tiles,
-    load_first_tiles,
     unless_zero,
 )
 from narrowkv.attn_decode.kernels.registers import attend_in_registers, load_query_registers
-from narrowkv.attn_decode.kernels.registers_cdna import attend_in_lanes, load_first_lanes
+from narrowkv.attn_decode.kernels.registers_cdna import attend_in_lanes, load_first
 from narrowkv.attn_decode.kernels.tiles import (
     attended_span,
     even_split,
@@ -140,29 +139,21 @@ def _paged_decode_kernel(
     loaded = None
     if ALIKE and RULES.prefetch == "tile":
         # Before Q is widened, which takes as long as the loads.
-        if RULES.lanes:
-            loaded = load_first_lanes(
-                begin, k, v, k_descale, v_descale, table, keys, SIZES, K, V, RULES, BLOCKS
-            )
-        else:
-            loaded = load_first_tiles(
-                begin, k, v, k_descale, v_descale, table, keys, SIZES, K, V, RULES, BLOCKS
-            )
+        loaded = load_first(begin, k, v, k_descale, v_descale, table, keys, SIZES, K, V, RULES, BLOCKS)
 
     if not ALIKE:
         low, high, full_first, full_end = row_limits(
             io, seq, rows // SIZES.gqa_ratio, row_mask, kv_len, first, end_key, SIZES.q_len, RULES.window_left
         )
     if RULES.q_format != "":
-        q = widen_query(q, RULES.q_format, K.parts)
+        q = widen_query(q, RULES.q_format, K.parts, RULES.fp8)
     if RULES.butterflies > 0 or io.k_balance is not None:
         q = transform_query(q, io.k_balance, kv_head, SIZES.head_dim, K.parts, RULES.butterflies, PAIRS)
-    q_scale = 1.0
+    q_low, q_scale = q, 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
     if RULES.native:
         q, q_scale = split_to_e4m3(q[0], Q_TERMS)
-        q_low = q
-    else:
+    elif RULES.fp8 is None:
         if RULES.scale_q:
             q, q_scale = scale_to_fp16(q, K.parts)
         # Float16 queries over a bfloat16 cache: two bfloat16 terms hold all eleven bits.

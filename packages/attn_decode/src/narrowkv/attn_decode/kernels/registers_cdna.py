@@ -14,11 +14,12 @@ import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to g
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.loop import key_bias, load_scales
+from narrowkv.attn_decode.kernels.loop import key_bias, load_first_tiles, load_scales
 from narrowkv.attn_decode.kernels.registers import join_four
 from narrowkv.paged_cache.kernels.pages import load_page_ids, locate_keys, place_of, scale_as_number
-from narrowkv.paged_cache.kernels.tiles import accumulate, apply_value_factors
+from narrowkv.paged_cache.kernels.tiles import accumulate, accumulate_fp8, apply_value_factors
 from narrowkv.quant.device import widen_parts
+from narrowkv.quant.device_fp4_e4m3 import as_bytes, fp4_to_e4m3, select_bytes
 from narrowkv.runtime.attention.softmax import capped_logits, softmax_step
 
 _TILE = tl.constexpr(64)  # keys of a tile
@@ -67,19 +68,87 @@ def value_operand(x):
 
 @triton.jit
 def query_operand(q):
-    """A part of Q [M, 32] with its columns in the order of the rows of `key_operand`."""
-    x = tl.reshape(q, [q.shape[0], 4, 2, 4])
-    return tl.reshape(tl.permute(x, (0, 2, 1, 3)), [q.shape[0], _WORDS])
+    """A part of Q with its columns in the order of the rows of `key_operand` or `key_operand_fp8`."""
+    x = tl.reshape(q, [q.shape[0], 4, 2, q.shape[1] // 8])
+    return tl.reshape(tl.permute(x, (0, 2, 1, 3)), q.shape)
 
 
 @triton.jit
-def ordered_columns(acc):
-    """Parts of the output [M, 32] with their columns in the order of the words."""
+def weight_operand(p):
+    """P [M, 64] with its columns in the order of the rows of `value_operand_fp8`."""
+    x = tl.reshape(p, [p.shape[0], 2, 2, 4, 4])
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), p.shape)
+
+
+@triton.jit
+def ordered_columns(acc, PARTS: tl.constexpr):
+    """Parts of the output with their columns in the order of the words."""
     out = ()
-    for i in tl.static_range(4):
-        x = tl.reshape(acc[i], [acc[i].shape[0], 2, 16])
-        out = out + (tl.reshape(tl.permute(x, (0, 2, 1)), [acc[i].shape[0], _WORDS]),)
+    for i in tl.static_range(PARTS):
+        x = tl.reshape(acc[i], [acc[i].shape[0], acc[i].shape[1] // 16, 16])
+        out = out + (tl.reshape(tl.permute(x, (0, 2, 1)), acc[i].shape),)
     return out
+
+
+@triton.jit
+def load_lanes_as_bytes(k, v, page, slot, kv_head, K: tl.constexpr, V: tl.constexpr):
+    """`load_lanes` as int32 [64, 16] of eight elements.
+
+    K: i, then the word of a lane. V: i, then r. The second is the fastest.
+    """
+    lane = tl.arange(0, 64)
+    k_at = (page * k.page + slot * K.token + kv_head * k.head) // 8
+    v_at = (page * v.page + (slot & -4) * V.token + kv_head * v.head) // 8
+    k_ptr = k.ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    v_ptr = v.ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    k_words, v_words = (), ()
+    for i in tl.static_range(4):
+        at = tl.gather(k_at, 16 * i + lane % 16, 0) * 4 + lane // 16 * 4
+        k_words = k_words + (tl.load(k_ptr + (at[:, None] + tl.arange(0, 4)[None, :])),)
+    for i in tl.static_range(4):
+        at = tl.gather(v_at, 16 * i + lane // 16 * 4, 0) * 4 + lane % 16
+        four = ()
+        for r in tl.static_range(4):
+            four = four + (tl.load(v_ptr + (at + r * (V.token // 2))),)
+        v_words = v_words + (join_four(four),)
+    k_words = tl.reshape(tl.permute(join_four(k_words), (0, 3, 2, 1)), [64, 16])
+    return k_words, tl.reshape(tl.permute(join_four(v_words), (0, 4, 3, 2, 1)), [64, 16])
+
+
+@triton.jit
+def four_of(x):
+    """The four tensors [64, 4] of [64, 16] whose fastest axis has four places."""
+    even, odd = tl.split(tl.reshape(x, [64, 4, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def bytes_across_keys(x):
+    """V of `load_lanes_as_bytes` with byte b of keys r as byte r of word b."""
+    a, b, c, d = four_of(x)
+    ab, cd = select_bytes(b, a, 0x05010400), select_bytes(d, c, 0x05010400)
+    ab_high, cd_high = select_bytes(b, a, 0x07030602), select_bytes(d, c, 0x07030602)
+    words = (
+        select_bytes(cd, ab, 0x05040100), select_bytes(cd, ab, 0x07060302),
+        select_bytes(cd_high, ab_high, 0x05040100), select_bytes(cd_high, ab_high, 0x07060302),
+    )  # fmt: skip
+    return tl.reshape(tl.permute(join_four(words), (0, 1, 3, 2)), [64, 16])
+
+
+@triton.jit
+def key_operand_fp8(x, TYPE: tl.constexpr):
+    """Words of FP8 of K, int32 [64, 16], as an operand [64 bytes, 64 keys] of the matrix unit."""
+    x = tl.reshape(as_bytes(x), [4, 16, 4, 2, 8])  # g, c, i, half, byte
+    return tl.reshape(tl.permute(x, (3, 0, 4, 2, 1)), [64, _TILE]).to(TYPE, bitcast=True)
+
+
+@triton.jit
+def value_operand_fp8(x, TYPE: tl.constexpr):
+    """Words of FP8 of `bytes_across_keys` as an operand [64 keys, 64 bytes]."""
+    x = tl.reshape(as_bytes(x), [4, 16, 2, 2, 4, 4])  # g, c, i, byte, r
+    return tl.reshape(tl.permute(x, (2, 0, 3, 5, 4, 1)), [_TILE, 64]).to(TYPE, bitcast=True)
 
 
 @triton.jit
@@ -96,8 +165,23 @@ def load_first_lanes(
     k_scale, v_scale = load_scales(
         k_descale, v_descale, page, slot, keys, K, V, BLOCKS, SIZES.head_dim, False, True
     )
-    k_words, v_words = load_lanes(k, v, page, slot, keys.kv_head, K, V)
+    if RULES.fp8 is None:
+        k_words, v_words = load_lanes(k, v, page, slot, keys.kv_head, K, V)
+    else:
+        k_words, v_words = load_lanes_as_bytes(k, v, page, slot, keys.kv_head, K, V)
     return k_scale, v_scale, k_words, v_words, page_ids
+
+
+@triton.jit
+def load_first(
+    begin, k, v, k_descale, v_descale, table, keys,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """What the first pass of the loop takes: of `load_first_lanes` or `load_first_tiles`."""
+    if RULES.lanes:
+        return load_first_lanes(begin, k, v, k_descale, v_descale, table, keys, SIZES, K, V, RULES, BLOCKS)
+    else:
+        return load_first_tiles(begin, k, v, k_descale, v_descale, table, keys, SIZES, K, V, RULES, BLOCKS)
 
 
 @triton.jit
@@ -112,7 +196,7 @@ def attend_in_lanes(
     """
     acc, m, l, v_largest = state
     ordered = ()
-    for i in tl.static_range(4):
+    for i in tl.static_range(K.parts):
         ordered = ordered + (query_operand(q[i]),)
     k_next, v_next, k_ahead, v_ahead, page_ids = loaded
     for i in range(begin, end):
@@ -129,11 +213,17 @@ def attend_in_lanes(
         k_next, v_next = load_scales(
             k_descale, v_descale, page, slot, keys, K, V, BLOCKS, SIZES.head_dim, False, True
         )
-        k_ahead, v_ahead = load_lanes(k, v, page, slot, keys.kv_head, K, V)
-        parts = widen_parts(k_words, K.format, K.route, tl.float16, 4)
-        s = tl.dot(ordered[0], key_operand(parts[0]))
-        for part in tl.static_range(1, 4):
-            s = tl.dot(ordered[part], key_operand(parts[part]), s)
+        if RULES.fp8 is None:
+            k_ahead, v_ahead = load_lanes(k, v, page, slot, keys.kv_head, K, V)
+            parts = widen_parts(k_words, K.format, K.route, tl.float16, 4)
+            s = tl.dot(ordered[0], key_operand(parts[0]))
+            for part in tl.static_range(1, 4):
+                s = tl.dot(ordered[part], key_operand(parts[part]), s)
+        else:
+            k_ahead, v_ahead = load_lanes_as_bytes(k, v, page, slot, keys.kv_head, K, V)
+            low, high = fp4_to_e4m3(k_words)
+            s = tl.dot(ordered[0], key_operand_fp8(low, RULES.fp8))
+            s = tl.dot(ordered[1], key_operand_fp8(high, RULES.fp8), s)
         s *= (k_scale * logit_scale)[None, :]
         if RULES.soft_cap:
             s = capped_logits(s, soft_cap)
@@ -141,9 +231,17 @@ def attend_in_lanes(
             s += key_bias(n, keys)[None, :]
         p, m, l, correction = softmax_step(s, m, l)
         p, correction, v_largest = apply_value_factors(p, correction, v_scale, v_largest)
-        parts = widen_parts(v_words, V.format, V.route, tl.float16, 4)
-        values = ()
-        for part in tl.static_range(4):
-            values = values + (value_operand(parts[part]),)
-        acc = accumulate(acc, correction, p, values, tl.float16, 4)
-    return ordered_columns(acc), m, l, v_largest
+        if RULES.fp8 is None:
+            parts = widen_parts(v_words, V.format, V.route, tl.float16, 4)
+            values = ()
+            for part in tl.static_range(4):
+                values = values + (value_operand(parts[part]),)
+            acc = accumulate(acc, correction, p, values, tl.float16, 4)
+        else:
+            low, high = fp4_to_e4m3(bytes_across_keys(v_words))
+            p = weight_operand(p * RULES.p_scale)
+            acc = (
+                accumulate_fp8(acc[0], correction, p, value_operand_fp8(low, RULES.fp8), RULES.fp8),
+                accumulate_fp8(acc[1], correction, p, value_operand_fp8(high, RULES.fp8), RULES.fp8),
+            )
+    return ordered_columns(acc, V.parts), m, l, v_largest

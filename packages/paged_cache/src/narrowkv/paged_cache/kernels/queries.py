@@ -26,11 +26,17 @@ def load_query(
 
 
 @triton.jit
-def widen_query(q, FORMAT: tl.constexpr, PARTS: tl.constexpr):
-    """Bytes of E4M3 as float16, exactly but for a factor of 2**widening_exponent(FORMAT, "bits")."""
+def widen_query(q, FORMAT: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr = None):
+    """Bytes of E4M3 as float16, exactly but for a factor of 2**widening_exponent(FORMAT, "bits").
+
+    TYPE: of the matrix unit where it multiplies FP8; see `as_fp8`.
+    """
     wide = ()
     for i in tl.static_range(PARTS):
-        wide = wide + (widen(q[i], FORMAT, "bits", tl.float16, False),)
+        if TYPE is not None:
+            wide = wide + (as_fp8(q[i], TYPE, False),)
+        else:
+            wide = wide + (widen(q[i], FORMAT, "bits", tl.float16, False),)
     return wide
 
 

@@ -52,7 +52,7 @@ class DecodeCase(CacheCase):
         q_dtype, out_dtype: of query and output; None for q's. FP8 queries are over an FP8 cache.
         window_left, logits_soft_cap, sinks: options of the call; -1 and 0 are off.
         split: forces how the keys are split; empty leaves it to the plan.
-        kernel: forces "native" or "decode"; empty leaves it to the target.
+        kernel: forces "native", "decode" or "fp8"; empty leaves it to the target.
     """
 
     lens: tuple[int, ...] = (64, 37)
