@@ -57,6 +57,7 @@ from narrowkv.runtime.operation import Plan
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.spans import meets, span_bytes
 from narrowkv.runtime.targets import Target
+from narrowkv.runtime.untried import compare_first_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -206,6 +207,8 @@ class DecodePlan(Plan):
         call = self.calls.get(signature)
         if call is None:
             call = self.calls.keep(signature, self._prepare(bound, table, given))
+            if self.target.is_untried and running is None:
+                compare_first_call(self, given)
         if given.validate:
             check_values(self.shape.capacity, cache, page_table)
         if bound.scales or type(q_descale) is not float:
