@@ -355,7 +355,7 @@ class PrefillPlan(PrefillSettings):
             lse=lse,
             shifts=bound.transform.offset is not None and (soft_cap or sinks or lse),
             storing=None if self.exponent is None else storing_constants(cache, self.exponent, rope),
-            settle=self.target.is_amd and is_compiled(cache.k),
+            settle=self.target.store_wait if is_compiled(cache.k) else "",
             clean=cache.negative_zero_free,
             **options,
         )

@@ -281,10 +281,11 @@ def fused_config(
         programs = shape.row_tiles(block_m) * shape.num_kv_heads
         few_keys = large_head or target.is_wave32
         block_n = 16 if few_keys or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
+        # On gfx1250 four waves of 32 lanes spill scalars in appends.
         options = LaunchOptions(
-            num_warps=8 if large_head else 4,
+            num_warps=8 if few_keys else 4,
             num_stages=1,
-            waves_per_eu=None if large_head or target.is_wave32 else 2,
+            waves_per_eu=None if few_keys else 2,
             matrix_instr_nonkdim=16,
         )
     else:

@@ -88,6 +88,14 @@ class Target:
         return self.is_amd and self.wave_size == 32
 
     @property
+    def store_wait(self) -> str:
+        """What copies a register once a wave's stores have reached memory, on AMD; empty elsewhere."""
+        if not self.is_amd:
+            return ""
+        wait = "s_wait_storecnt 0x0" if self.is_wave32 else "s_waitcnt vmcnt(0)"
+        return f"{wait}\nv_mov_b32 $0, $1"
+
+    @property
     def is_untried(self) -> bool:
         """Whether neither a GPU nor an emulator has run kernels for it."""
         return self.name in UNTRIED
