@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from narrowkv.attn_decode.config_amd import MergeTile, amd_merge_tile, amd_splits, amd_tile
+from narrowkv.attn_decode.config_amd import MergeTile, amd_merge_tile, amd_splits, amd_tile, wave32_tile
 from narrowkv.attn_decode.config_tuned import MERGE_IN_LAUNCH, DecodeChoice
 from narrowkv.paged_cache.layouts import HeadShape
 from narrowkv.quant.device import BITS, widen_route
@@ -202,7 +202,7 @@ def rows_of_tile(target: Target, rows: int, *, fast: bool, head_dim: int) -> int
     if rows <= 64:
         return max(16, 1 << (rows - 1).bit_length())
     if target.is_amd:
-        return 128 if fast else 64
+        return 128 if fast and not target.is_wave32 else 64
     return min(_CLOCKS_OF_ROWS, key=lambda most: -(-rows // most) * _CLOCKS_OF_ROWS[most])
 
 
@@ -592,7 +592,9 @@ def _shipped_config(
     groups = groups and shape.head_dim == 128
     whole_waves, prefetch = False, ""
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
-    if block_m >= 64 and chosen == "decode" and target.name != "cpu":
+    if target.is_wave32:
+        block_n, options = wave32_tile(block_m, k_format, v_format, shape.head_dim)
+    elif block_m >= 64 and chosen == "decode" and target.name != "cpu":
         has_fp4 = not scale_group and {k_format, v_format} <= {"fp4_e2m1", "fp8_e4m3fn"} and not fast
         block_n, options, resident = _tall_tile(
             target, block_m, row_blocks, fast=fast, narrow_head=narrow_head, has_fp4=has_fp4

@@ -159,6 +159,21 @@ def amd_tile(
     return block_n, options, prefetch
 
 
+def wave32_tile(block_m: int, k_format: str, v_format: str, head_dim: int) -> tuple[int, LaunchOptions]:
+    """Keys of a tile and compiler options where waves have 32 lanes.
+
+    Compiled for gfx1201 and gfx1250 (`tests/test_codegen_untried.py`): no spills. Nothing was timed. One wave
+    holds 16 rows of 128 channels; more rows or channels are shared by more waves.
+    """
+    half = any(get_format(name).bits == 16 for name in (k_format, v_format))
+    if block_m > 32:
+        warps = 8 if half else 4
+    else:
+        warps = 4 if head_dim > 128 else 2 if block_m > 16 else 1
+    block_n = 16 if half or block_m > 16 or head_dim > 128 else 32
+    return block_n, LaunchOptions(num_warps=warps, num_stages=1)
+
+
 def _wide_head_tile(
     block_m: int, k_format: str, v_format: str, *, q_len: int, head_dim: int
 ) -> tuple[int, LaunchOptions, str]:

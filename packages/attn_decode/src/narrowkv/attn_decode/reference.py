@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrowkv.attn_decode.options import DecodeArguments
+from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant import lse_correction
+from narrowkv.runtime.untried import reference_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from narrowkv.attn_decode.options import DecodeOptions
 
 
+@reference_of(DecodePlan)
 def paged_decode_reference(
     q: torch.Tensor,
     cache: PagedKVCache,

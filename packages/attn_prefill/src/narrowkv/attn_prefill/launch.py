@@ -77,7 +77,7 @@ class CallTraits(NamedTuple):
         shifts: keys lost an offset, which a cap, sinks or an lse would see.
         positive: whether the scale of the logits is above zero.
         storing: of an append: how new tokens are stored, else None.
-        settle: the target is AMD's, and no interpreter.
+        settle: `Target.store_wait`; empty in the interpreter.
         clean: no stored FP8 byte is OCP's negative zero or NaN.
     """
 
@@ -91,7 +91,7 @@ class CallTraits(NamedTuple):
     shifts: bool
     positive: bool
     storing: Storing | None
-    settle: bool
+    settle: str
     clean: bool
 
     @property

@@ -42,6 +42,7 @@ from narrowkv.runtime.errors import (
 from narrowkv.runtime.launch import BoundLaunch, PreparedCall, active_target, executor, is_compiled
 from narrowkv.runtime.operation import Operation, Prepared, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
+from narrowkv.runtime.untried import compare_first_call
 
 _LOG2E = math.log2(math.e)
 _NOTHING: dict[str, Any] = {}
@@ -278,7 +279,11 @@ class PrefillPlan(PrefillSettings):
         if given.validate is None and self.scratch_fits is not None and self.device.type == "cpu":
             most = replace(self.shape, num_tokens=len(given.q))
             check_bounds(most, given.page_table, given.cu_seqlens_q)
-        return call or self.calls.keep(signature, prepared)
+        if call is None:
+            self.calls.keep(signature, prepared)
+            if self.target.is_untried and executor() is None:
+                compare_first_call(self, given)
+        return prepared
 
     def _check(self, bound: BoundCache, given: Arguments) -> CheckedPrefill:
         """Checks everything but the plan's maxima."""
@@ -337,7 +342,7 @@ class PrefillPlan(PrefillSettings):
             lse=lse,
             shifts=bound.transform.offset is not None and (soft_cap or sinks or lse),
             storing=None if self.exponent is None else storing_constants(cache, self.exponent, rope),
-            settle=self.target.is_amd and is_compiled(cache.k),
+            settle=self.target.store_wait if is_compiled(cache.k) else "",
             clean=cache.negative_zero_free,
             **options,
         )

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrowkv.attn_prefill.arguments import APPEND, PREFILL, Arguments
-from narrowkv.attn_prefill.plan import PrefillPlan
+from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.paged_cache import PagedKVCache, PageTable, append_reference, apply_rope_reference
 from narrowkv.quant import lse_correction
 from narrowkv.runtime.attention.reference import attention_reference, finish
+from narrowkv.runtime.untried import reference_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from narrowkv.attn_prefill.arguments import AppendOptions, PrefillOptions
 
 
+@reference_of(PrefillPlan)
 def batch_prefill_reference(
     q: torch.Tensor,
     cache: PagedKVCache,
@@ -61,6 +63,7 @@ def batch_prefill_reference(
     return finish(o, lse, given.out, options)
 
 
+@reference_of(AppendPlan)
 def prefill_append_reference(
     q: torch.Tensor,
     k_new: torch.Tensor,

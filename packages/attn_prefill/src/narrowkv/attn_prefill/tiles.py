@@ -115,6 +115,8 @@ def dense_config(
 
     plain: no factors of single keys, and Q is one term.
     """
+    if target.is_wave32:
+        return replace(fused_config(target, shape, block_m, why, large_head), kernel="dense")
     if tuned_as(target).is_amd:
         return _amd_dense_config(tuned_as(target), shape, block_m, why, plain)
     # H200, 1k new over 4k, 96/8 heads: 64 x 64 at 4 warps and 3 stages 462 us, 2 stages 510, 64 x 32 509,
@@ -293,11 +295,13 @@ def fused_config(
         # 64 rows of 512 channels spill 95 vector registers on gfx942, 32 rows over bf16 27.
         block_m = 64 if shape.head_dim <= WIDE_HEAD else 16
         programs = shape.row_tiles(block_m) * shape.num_kv_heads
-        block_n = 16 if large_head or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
+        few_keys = large_head or target.is_wave32
+        block_n = 16 if few_keys or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
+        # On gfx1250 four waves of 32 lanes spill scalars in appends.
         options = LaunchOptions(
-            num_warps=8 if large_head else 4,
+            num_warps=8 if few_keys else 4,
             num_stages=1,
-            waves_per_eu=None if large_head else 2,
+            waves_per_eu=None if few_keys else 2,
             matrix_instr_nonkdim=16,
         )
     else:

@@ -21,6 +21,7 @@ from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.launch.workspace import Block, Workspace, block_bytes
 from narrowkv.runtime.spans import span_bytes
 from narrowkv.runtime.targets import Target
+from narrowkv.runtime.untried import refuse_untried
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -184,6 +185,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Makes the plan known to operators, and divides its workspace."""
+        refuse_untried(type(self), self.target, self.device)
         made: dict[str, Any] = {"handle": handle_of(self), "calls": Bounded(self.most_calls), "_bound": {}}
         blocks = {} if self.workspace is None else self.blocks()
         tensors = () if self.workspace is None else self.workspace.carve(list(blocks.values()))

@@ -11,6 +11,7 @@ Example:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,8 +23,8 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.figures import H100, MI300X, MI355X, Figures
 
 __all__ = [
-    "COMPILE_ONLY",
     "TARGETS",
+    "UNTRIED",
     "WARPGROUP_ROWS",
     "Figures",
     "Target",
@@ -42,7 +43,7 @@ class Target:
     """A GPU architecture that kernels are compiled for, or the CPU interpreter.
 
     Attributes:
-        name: "gfx942", "gfx950", "gfx90a", "sm90", "cuda" or "cpu".
+        name: "gfx942", "gfx950", "gfx90a", "sm90", "cuda" or "cpu"; one of `UNTRIED`.
         vendor: "amd", "nvidia" or "none".
         description: one line for tables.
         chip: the chip that `figures` describe; empty if there are none.
@@ -80,6 +81,24 @@ class Target:
     def xcds(self) -> int:
         """XCDs, dies with an L2 of their own, that workgroups are spread over in turns; 1 elsewhere."""
         return 1 if self.figures is None else self.figures.xcds
+
+    @property
+    def is_wave32(self) -> bool:
+        """Whether it is an AMD GPU whose waves have 32 lanes."""
+        return self.is_amd and self.wave_size == 32
+
+    @property
+    def store_wait(self) -> str:
+        """What copies a register once a wave's stores have reached memory, on AMD; empty elsewhere."""
+        if not self.is_amd:
+            return ""
+        wait = "s_wait_storecnt 0x0" if self.is_wave32 else "s_waitcnt vmcnt(0)"
+        return f"{wait}\nv_mov_b32 $0, $1"
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether neither a GPU nor an emulator has run kernels for it."""
+        return self.name in UNTRIED
 
     @property
     def is_nvidia(self) -> bool:
@@ -187,7 +206,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 """Every known target by name."""
 
 
-COMPILE_ONLY: Mapping[str, Target] = MappingProxyType(
+UNTRIED: Mapping[str, Target] = MappingProxyType(
     {
         t.name: t
         for t in (
@@ -197,7 +216,7 @@ COMPILE_ONLY: Mapping[str, Target] = MappingProxyType(
                 description="AMD RDNA 4 (Radeon RX 9070, AI PRO R9700); nothing ran",
                 chip="",
                 wave_size=32,
-                native_fp8="fp8_e4m3fn",
+                native_fp8=None,  # Triton 3.8 converts it in software, at the cost of spilled scalars
                 has_scaled_mfma=False,
                 fp8_formats=_ALL_FP8,
                 backend="hip",
@@ -222,7 +241,11 @@ COMPILE_ONLY: Mapping[str, Target] = MappingProxyType(
         )
     }
 )
-"""Targets that kernels compile for but do not run on; they use the configurations of other targets."""
+"""Targets that kernels compile for, and that neither a GPU nor an emulator has run.
+
+A GPU of such a target is refused unless the environment variable NARROWKV_UNTRIED_GPU is 1: see
+`narrowkv.runtime.untried`.
+"""
 
 
 def compile_target(name: str | Target) -> Target:
@@ -232,11 +255,11 @@ def compile_target(name: str | Target) -> Target:
         TypeError: `name` is neither a name nor a `Target`.
         UnsupportedError: the name is unknown, or no AMD target that kernels compile for.
     """
-    known = ", ".join([t.name for t in TARGETS.values() if t.is_amd] + list(COMPILE_ONLY))
+    known = ", ".join([t.name for t in TARGETS.values() if t.is_amd] + list(UNTRIED))
     if isinstance(name, str):
-        if name in COMPILE_ONLY:
-            return COMPILE_ONLY[name]
-        if name.startswith(("gfx10", "gfx11", "gfx12")) and name not in COMPILE_ONLY:
+        if name in UNTRIED:
+            return UNTRIED[name]
+        if name.startswith(("gfx10", "gfx11", "gfx12")):
             raise UnsupportedError(
                 f"target {name} is an RDNA GPU: kernels are not written for its matrix instructions; they "
                 f"compile for {known}"
@@ -279,6 +302,13 @@ def get_target(name: str | Target) -> Target:
 def _amd_target(gcn_arch_name: str) -> Target:
     arch = gcn_arch_name.split(":", 1)[0]  # "gfx942:sramecc+:xnack-" carries feature flags
     target = TARGETS.get(arch)
+    if arch in UNTRIED:
+        if os.environ.get("NARROWKV_UNTRIED_GPU") == "1":
+            return UNTRIED[arch]
+        raise UnsupportedError(
+            f"AMD architecture {arch!r} compiles, but nothing has run it: set NARROWKV_UNTRIED_GPU=1 to try "
+            "decode, prefill and append, whose first calls are then compared with the reference"
+        )
     if target is None or not target.is_amd:
         known = ", ".join(t.name for t in TARGETS.values() if t.is_amd)
         raise UnsupportedError(f"AMD architecture {arch!r} is not known; known: {known}")

@@ -243,7 +243,7 @@ class Rules(NamedTuple):
     window_right: int
     folded: bool
     split: bool
-    settle: bool
+    settle: str
     int64_offsets: bool
     nvidia: bool
     shares: bool = False

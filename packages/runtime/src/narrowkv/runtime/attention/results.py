@@ -9,15 +9,16 @@ from narrowkv.runtime.attention.softmax import natural_lse, output_factor
 
 @triton.jit
 def settle_stores(number, SETTLE: tl.constexpr):
-    """Returns the int32 `number` once this wave's stores have reached memory; SETTLE: compiled code on AMD.
+    """Returns the int32 `number` once this wave's stores have reached memory.
+
+    SETTLE: the instructions that wait for them and copy it, `Target.store_wait`; empty in the interpreter.
 
     A barrier does not wait for stores there, and the wave that counts the program waits only for its own.
     """
-    if SETTLE:
+    if SETTLE != "":
         number = tl.inline_asm_elementwise(
-            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [number], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+            SETTLE, "=v,v,~{memory}", [number], dtype=tl.int32, is_pure=False, pack=1
+        )
     return number
 
 

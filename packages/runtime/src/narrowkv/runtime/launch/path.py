@@ -107,7 +107,7 @@ def compile_for(target: str) -> Iterator[list[Any]]:
     Outputs of operations called inside the block are not computed and must not be read.
 
     Args:
-        target: "gfx942", "gfx950" or "gfx90a"; or "gfx1250", with the configurations of other targets.
+        target: "gfx942", "gfx950" or "gfx90a"; or "gfx1201" or "gfx1250", which nothing has run.
 
     Yields:
         The list that receives one `CompiledArtifact` per launch.
