@@ -261,9 +261,10 @@ def test_keys_and_values_that_lie_in_different_ways():
     q, k, v = (torch.randn(2, heads, 5, 64, generator=random).bfloat16() for heads in (4, 2, 2))
     options = {"sm_scale": None, "logits_soft_cap": 0.0, "window_left": -1, "sinks": None}
     alike = dense.attend_dense(q, k, v, None, None, **options)
-    by_token = v.transpose(1, 2).contiguous().transpose(1, 2)
+    k_by_token, by_token = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
     by_channel = k.transpose(2, 3).contiguous().transpose(2, 3)
     assert torch.equal(dense.attend_dense(q, k, by_token, None, None, **options), alike)
+    assert torch.equal(dense.attend_dense(q, k_by_token, v, None, None, **options), alike)
     assert torch.equal(dense.attend_dense(q, by_channel, v, None, None, **options), alike)
 
 

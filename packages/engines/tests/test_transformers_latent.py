@@ -230,13 +230,13 @@ def test_a_chunk_of_many_tokens_attends_to_expanded_history(form, calls, monkeyp
     assert relative_l1(many, few) < {"bf16": BOTH_BF16}.get(form, 0.1)
 
 
-@torch.no_grad()
 def test_models_with_an_indexer_are_refused_by_the_name_for_dense_attention():
     model = tiny_model("glm-5-tiny", attn_implementation=engine.NAME)
     with pytest.raises(ValueError, match='load it with attn_implementation="narrowkv-sparse"'):
         cache_of(model)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("tail", [[0, 1, 1], [1, 1, 0]])
 def test_padding_in_a_step_of_several_tokens_is_left_out(tail):
     model = tiny_model("deepseek-v3-tiny", attn_implementation="narrowkv", num_layers=1)

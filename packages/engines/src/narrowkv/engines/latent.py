@@ -8,18 +8,32 @@ import torch
 
 from narrowkv.engines.steps import Step, attend, reserve
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.quant.formats import get_format
 from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.operation import Bounded
-from narrowkv.sparse_fp8 import RowsFormat, SparsePlan, plan_latent
+from narrowkv.sparse_fp8 import DSV4Rows, SparsePlan, plan_latent
+from narrowkv.sparse_fp8.binding import QUERY_FORMATS
 from narrowkv.sparse_fp8.latent import MOST_QUERIES
 
-__all__ = ["MOST_QUERIES", "Pieces", "attend_expanded", "latent_plan"]
+__all__ = ["MOST_QUERIES", "Pieces", "attend_expanded", "fp8_rows", "latent_plan"]
 
 _plans: Bounded[SparsePlan] = Bounded(256)
 
 
+def fp8_rows(pages: torch.Tensor, format: str, scale: torch.Tensor | None = None) -> DSV4Rows:
+    """An engine's pages of FP8 rows with one scale, where they are.
+
+    Args:
+        pages: `[pages, page_size, columns]` of one byte each; 576 or 512 columns.
+        format: "fp8_e4m3fn" or "fp8_e4m3fnuz".
+        scale: fp32 `[1]`; None for 1.
+    """
+    layout, data = f"tensor{pages.shape[-1]}", pages.view(torch.uint8)
+    return DSV4Rows.paged(data, layout, page_size=pages.shape[1], format=format, scale=scale)
+
+
 def latent_plan(
-    rows: RowsFormat,
+    rows: DSV4Rows | torch.Tensor,
     *,
     num_qo_heads: int,
     page_size: int,
@@ -35,30 +49,34 @@ def latent_plan(
     """The plan of decode steps over such rows, in the workspace of the device's attention.
 
     Args:
-        rows: how the rows are stored.
+        rows: the rows in pages, quantised or in the dtype of queries.
         num_qo_heads, page_size, q_len, device, sm_scale, return_lse, batch_invariant, max_seq_len: as for
             `plan_latent`.
         dtype: of queries, bf16 or fp16.
         max_batch: requests of a step, at most.
 
     Example:
-        >>> rows = RowsFormat("bf16", columns=576)
         >>> plan = latent_plan(
-        ...     rows, num_qo_heads=12, page_size=16, q_len=1, dtype=torch.bfloat16,
-        ...     device=torch.device("cpu"), sm_scale=0.07, max_batch=4, max_seq_len=1024,
+        ...     torch.zeros(3, 16, 576, dtype=torch.bfloat16), num_qo_heads=12, page_size=16, q_len=1,
+        ...     dtype=torch.bfloat16, device=torch.device("cpu"), sm_scale=0.07, max_batch=4,
+        ...     max_seq_len=1024,
         ... )
         >>> plan.pages.HEADS
         12
     """
+    if isinstance(rows, DSV4Rows):
+        stored = rows.bound.format
+    else:
+        stored = QUERY_FORMATS[get_format(rows.dtype).name, rows.shape[-1]]
     key = (
-        rows, num_qo_heads, page_size, q_len, dtype, device, active_target(device).name, sm_scale, max_batch,
-        max_seq_len, return_lse, batch_invariant,
+        stored, num_qo_heads, page_size, q_len, dtype, device, active_target(device).name, sm_scale,
+        max_batch, max_seq_len, return_lse, batch_invariant,
     )  # fmt: skip
     plan = _plans.find(key)
     if plan is None:
         made = plan_latent(
-            num_qo_heads=num_qo_heads, rows=rows, page_size=page_size, q_len=q_len, device=device,
-            query="fp16" if dtype == torch.float16 else "bf16", sm_scale=sm_scale, return_lse=return_lse,
+            num_qo_heads=num_qo_heads, rows=stored, page_size=page_size, q_len=q_len, device=device,
+            query=get_format(dtype).name, sm_scale=sm_scale, return_lse=return_lse,
             batch_invariant=batch_invariant, max_batch=max_batch, max_seq_len=max_seq_len,
         )  # fmt: skip
         plan = made.with_workspace(reserve(made.workspace_bytes(), made.device))

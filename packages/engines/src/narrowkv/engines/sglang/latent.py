@@ -13,12 +13,12 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MLA
 from sglang.srt.runtime_context import get_parallel
 
 from narrowkv.engines.geometry import latent_reasons
-from narrowkv.engines.latent import MOST_QUERIES, Pieces, attend_expanded, latent_plan
+from narrowkv.engines.latent import MOST_QUERIES, Pieces, attend_expanded, fp8_rows, latent_plan
 from narrowkv.engines.sglang.backend import NarrowAttentionBackend
 from narrowkv.engines.sglang.layers import check_layer, check_options
 from narrowkv.engines.steps import Step
 from narrowkv.quant.formats import get_format
-from narrowkv.sparse_fp8 import DSV4Rows, RowsFormat, SparsePlan, latent_decode
+from narrowkv.sparse_fp8 import DSV4Rows, SparsePlan, latent_decode
 
 __all__ = ["LatentPoolBackend"]
 
@@ -47,7 +47,6 @@ class LatentPoolBackend(NarrowAttentionBackend):
     def _reserve(self, config: Any, dtype: torch.dtype) -> None:
         self._rows: dict[int, tuple[int, torch.Tensor | DSV4Rows]] = {}
         self._pieces: tuple[Step, Pieces] | None = None
-        self._one = torch.ones(1, dtype=torch.float32, device=self.device)
         heads = config.num_attention_heads // get_parallel().attn_tp_size
         rows = self._as_rows(
             torch.empty(self.page_size, 1, self._latents.kv_cache_dim, dtype=self._latents.dtype)
@@ -62,19 +61,14 @@ class LatentPoolBackend(NarrowAttentionBackend):
         form = get_format(buffer.dtype)
         if form.kind == "float":
             return pages
-        layout = f"tensor{buffer.shape[-1]}"
-        return DSV4Rows.paged(
-            pages.view(torch.uint8), layout, page_size=self.page_size, format=form.name, scale=self._one
-        )
+        return fp8_rows(pages, form.name)
 
     def _plan(
         self, rows: torch.Tensor | DSV4Rows, heads: int, q_len: int, dtype: torch.dtype, sm_scale: float,
         max_batch: int,
     ) -> SparsePlan:  # fmt: skip
-        stored = rows.bound.format if isinstance(rows, DSV4Rows) else None
         return latent_plan(
-            stored or RowsFormat(get_format(dtype).name, columns=self._latents.kv_cache_dim),
-            num_qo_heads=heads, page_size=self.page_size, q_len=q_len, dtype=dtype, device=self.device,
+            rows, num_qo_heads=heads, page_size=self.page_size, q_len=q_len, dtype=dtype, device=self.device,
             sm_scale=sm_scale, max_batch=max_batch, max_seq_len=self.max_context_len,
             batch_invariant=self.deterministic,
         )  # fmt: skip

@@ -21,7 +21,6 @@ from narrowkv.engines.transformers.dense import attend_dense
 from narrowkv.engines.transformers.layers import NarrowLayer, Owner
 from narrowkv.quant import cast_fp8
 from narrowkv.sparse_fp8 import DSV4Rows, latent_decode
-from narrowkv.sparse_fp8.binding import QUERY_FORMATS, RowsFormat
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 
 __all__ = [
@@ -193,13 +192,6 @@ class LatentLayer(NarrowLayer):
         data = self.rows.data if isinstance(self.rows, DSV4Rows) else self.rows
         return data.numel() * data.element_size()
 
-    def row_format(self) -> RowsFormat:
-        """How the rows are stored, as plans take it."""
-        if isinstance(self.rows, DSV4Rows):
-            return self.rows.bound.format
-        assert self.rows is not None
-        return QUERY_FORMATS[self.owner.format.k, self.rows.shape[-1]]
-
 
 class IndexedLatentLayer(LatentLayer):
     """The same with the keys of DeepSeek-V3.2's indexer, in 16 bits as the model computes them."""
@@ -297,7 +289,7 @@ def attend_latent(
         query = query.gather(2, order[:, None, :, None].expand_as(query))
     q = _absorbed(query, up_keys)
     plan = latent_plan(
-        layer.row_format(), num_qo_heads=heads, page_size=own.page_size, q_len=tokens, dtype=q.dtype,
+        rows, num_qo_heads=heads, page_size=own.page_size, q_len=tokens, dtype=q.dtype,
         device=q.device, sm_scale=scale, max_batch=own.batch, max_seq_len=own.max_length,
     )  # fmt: skip
     latent = latent_decode(q, rows, own.table, plan=plan)

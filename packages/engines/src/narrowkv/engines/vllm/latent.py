@@ -23,12 +23,12 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from narrowkv.engines.geometry import latent_reasons
-from narrowkv.engines.latent import MOST_QUERIES, attend_expanded, latent_plan
+from narrowkv.engines.latent import MOST_QUERIES, attend_expanded, fp8_rows, latent_plan
 from narrowkv.engines.vllm.slots import LATENT_CACHE_DTYPES, format_of
 from narrowkv.paged_cache import PageTable
 from narrowkv.quant import cast_fp8
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.sparse_fp8 import DSV4Rows, RowsFormat, SparsePlan, latent_decode
+from narrowkv.sparse_fp8 import DSV4Rows, SparsePlan, latent_decode
 
 
 class NarrowLatentBuilder(MLACommonMetadataBuilder):
@@ -134,7 +134,7 @@ class NarrowLatentAttention(MLACommonImpl):
         one: torch.Tensor | DSV4Rows = torch.zeros(1, size, self.head_size, dtype=dtype, device="cpu")
         if self._is_narrow:
             stored = torch.zeros(1, size, self.head_size, dtype=torch.uint8, device="cpu")
-            one = DSV4Rows.paged(stored, **self._layout(device, size))
+            one = fp8_rows(stored, self._format(device))
         for q_len in range(1, tokens + 1):
             self._plan(one, self.num_heads, size, q_len, dtype, device)
 
@@ -142,22 +142,17 @@ class NarrowLatentAttention(MLACommonImpl):
     def _is_narrow(self) -> bool:
         return str(self.kv_cache_dtype).startswith("fp8")
 
-    def _layout(self, device: torch.device, page_size: int) -> dict[str, Any]:
-        """How FP8 rows are stored: in the E4M3 of the device, with one scale."""
-        format = format_of("fp8", torch.bfloat16, device).k
-        return {"layout": f"tensor{self.head_size}", "page_size": page_size, "format": format}
+    def _format(self, device: torch.device) -> str:
+        """The E4M3 of the device, in which FP8 rows are stored."""
+        return format_of("fp8", torch.bfloat16, device).k
 
     def _plan(
         self, rows: torch.Tensor | DSV4Rows, heads: int, page_size: int, q_len: int, dtype: torch.dtype,
         device: torch.device,
     ) -> SparsePlan:  # fmt: skip
         """The plan of steps over such rows, made once for all layers of a shape."""
-        if isinstance(rows, DSV4Rows):
-            stored = rows.bound.format
-        else:
-            stored = RowsFormat("fp16" if dtype == torch.float16 else "bf16", columns=rows.shape[-1])
         return latent_plan(
-            stored, num_qo_heads=heads, page_size=page_size, q_len=q_len, dtype=dtype, device=device,
+            rows, num_qo_heads=heads, page_size=page_size, q_len=q_len, dtype=dtype, device=device,
             sm_scale=self.scale, max_batch=self._max_batch, max_seq_len=self._max_seq_len, return_lse=True,
             batch_invariant=self.batch_invariant,
         )  # fmt: skip
@@ -169,8 +164,7 @@ class NarrowLatentAttention(MLACommonImpl):
             pages = kv_cache.data  # a view of kv_cache itself would keep it
             rows: torch.Tensor | DSV4Rows = pages
             if self._is_narrow:
-                layout = self._layout(pages.device, pages.shape[1])
-                rows = DSV4Rows.paged(pages.view(torch.uint8), scale=layer._k_scale.view(1), **layout)
+                rows = fp8_rows(pages, self._format(pages.device), layer._k_scale.view(1))
             self._rows = (weakref.ref(own, self._forget), rows)
         return self._rows[1]
 
@@ -195,8 +189,7 @@ class NarrowLatentAttention(MLACommonImpl):
         count = slots.shape[0]
         new = torch.cat([kv_c_normed[:count], k_pe.flatten(1)[:count]], -1)
         if self._is_narrow:
-            format = self._layout(kv_cache.device, 1)["format"]
-            stored = cast_fp8(new.float() / k_scale, format).view(torch.uint8)
+            stored = cast_fp8(new.float() / k_scale, self._format(kv_cache.device)).view(torch.uint8)
             kv_cache = kv_cache.view(torch.uint8)
         else:
             stored = new.to(kv_cache.dtype)
