@@ -247,7 +247,7 @@ def _paged_decode_kernel(
             else:
                 if merge == 0:
                     return
-                if not is_last_program(workspace, seq * HEAD_PROGRAMS + head_program, num_splits, False):
+                if not is_last_program(workspace, seq * HEAD_PROGRAMS + head_program, num_splits, ""):
                     return
                 first_slot = first_item.to(tl.int64) * HEAD_PROGRAMS + head_program
                 acc, m, l = merge_partial_results(

@@ -269,7 +269,7 @@ def attend(
             row_mask = half_rows(tile, kv_head, HALF, GQA_RATIO, ROWS)[2]
             merged, acc, m, l = merge_splits(
                 workspace, acc, m, l, item.place.pair * 2 + HALF, item.place.split, work.num_splits,
-                work.num_tiles * NUM_KV_HEADS * 2, gl.set_auto_layout(row_mask, gl.SliceLayout(1, O)), False,
+                work.num_tiles * NUM_KV_HEADS * 2, gl.set_auto_layout(row_mask, gl.SliceLayout(1, O)), "",
                 ROWS, HEAD_DIM,
             )  # fmt: skip
             write &= merged
