@@ -16,8 +16,9 @@ _KEYS_IN_PAGES = 8192
 # Warps of a kernel that reads pages which a compute unit holds at once: sm90 at 255 registers, CDNA two waves
 # on each of four SIMDs.
 _RESIDENT_WARPS = 8
-# Heads wider than 256 on NVIDIA.
-_WIDE_IN_PAGES = LaunchOptions(num_warps=8, num_stages=2)
+# Heads wider than 256 on NVIDIA, in tiles of 16 rows by 16 keys; 32 keys spill 16 to 40 bytes over bf16 and
+# over FP8 keys with FP4 values. Without the limit the compiler stops at 128 registers for some, and spills.
+_WIDE_IN_PAGES = LaunchOptions(num_warps=8, num_stages=2, maxnreg=224)
 # gfx950 issues packed float32 arithmetic only while the matrix unit is idle.
 _NO_PACKED_FP32 = "target-features=-packed-fp32-ops"
 _ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
@@ -268,19 +269,24 @@ def split_config(
             # rows of 4 warps spill 128 in an append to FP8.
             block_m, options = 32, LaunchOptions(num_warps=8, num_stages=2)
         if shape.head_dim > WIDE_HEAD:
-            block_m, block_n, options = 16, 16, _WIDE_IN_PAGES  # 32 keys spill 40 bytes over K8V4
+            block_m, block_n, options = 16, 16, _WIDE_IN_PAGES
     else:
         # A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
         plain = fused_config(target, shape, block_m, why, large_head)
         block_m, block_n, options = plain.block_m, 16 if target.is_amd else 64, plain.options
     config = PrefillConfig(
         "split", why, block_m, block_n, q_lens=q_lens, as_decode=target.is_nvidia, options=options,
-        scratch_block=scratch_block(shape.head_dim),
+        scratch_block=_stored_block(target, shape),
     )  # fmt: skip
     # The interpreter runs programs one after the other.
     compute_units = 1 if target.name == "cpu" else compute_units_of(target)
     slots = -(-_RESIDENT_WARPS * compute_units // (options.num_warps * shape.num_kv_heads))
     return replace(config, num_splits=slots)
+
+
+def _stored_block(target: Target, shape: PrefillShape) -> int:
+    """New tokens that a program of a fused append stores: 32 of wide heads spill 200 bytes on sm90 (FP4)."""
+    return 16 if target.is_nvidia and shape.head_dim > WIDE_HEAD else scratch_block(shape.head_dim)
 
 
 def fused_config(
@@ -309,11 +315,11 @@ def fused_config(
         block_n = max(32, least_columns(target, block_m)) if large_head else 64
         options = LaunchOptions(num_warps=8 if large_head and block_m == 64 else 4, num_stages=2)
         if shape.head_dim > WIDE_HEAD and target.is_nvidia:  # 32 rows spill
-            block_m, block_n, options = 16, 32, _WIDE_IN_PAGES
+            block_m, block_n, options = 16, 16, _WIDE_IN_PAGES
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
     splits = choose_splits(target, programs, -(-shape.max_seq_len // block_n))
     return PrefillConfig(
         "fused", why, block_m, block_n, num_splits=splits, options=options,
         xcd_rows=xcd_rows(target, shape, block_m) if target.is_amd else 0,
-        scratch_block=scratch_block(shape.head_dim),
+        scratch_block=_stored_block(target, shape),
     )  # fmt: skip
