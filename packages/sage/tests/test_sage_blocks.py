@@ -133,10 +133,11 @@ def test_heads_before_tokens_and_a_plan_with_a_workspace(device: str) -> None:
 
 
 def test_lists_of_more_tiles_than_are_looked_at_together(device: str) -> None:
-    case = W(q_lens=(3,), k_lens=(64 * 131,), gqa_ratio=1)
+    """128 tiles are looked at in a step: tiles of three steps, among them both sides of each border."""
+    case = W(q_lens=(3,), k_lens=(64 * 260,), gqa_ratio=1)
     q, k, v, *_ = case.build(device)
-    flags = torch.zeros(1, 1, 1, 131, dtype=torch.bool, device=device)
-    flags[..., [1, 127, 128, 130]] = True
+    flags = torch.zeros(1, 1, 1, 260, dtype=torch.bool, device=device)
+    flags[..., [1, 127, 128, 130, 255, 256, 258]] = True
     options = {"block_mask": flags, "block_sizes": (128, 64)}
     o, lse = sage_attention(q, k, v, return_lse=True, **options)
     expected, sums = sage_attention_reference(q, k, v, return_lse=True, **options)

@@ -27,7 +27,7 @@ from narrowkv.testing.words import CACHE_FORMATS, DECODE_KERNELS
 
 __all__ = [
     "AXES", "CASES", "GLM_GQA12", "K8V4", "TREES", "DecodeCase", "DecodeInputs", "at_random", "draw_tree",
-    "sweep",
+    "shipped", "sweep",
 ]  # fmt: skip
 
 BOUND = BOUND_16_BIT_QUERY
@@ -312,6 +312,23 @@ def families(target: str) -> dict[str, DecodeCase]:
     }
 
 
+def shipped(target: str = "") -> list[DecodeCase]:
+    """A call for every kind of shipped configuration: formats, head_dims, ratios, tokens, short and long."""
+    ways = [
+        *(DecodeCase(format=name) for name in (*CACHE_FORMATS, K8V4)),
+        DecodeCase(format="fp4_e2m1", scale_group=32),
+        DecodeCase(q_dtype=torch.float8_e4m3fn),
+        *(DecodeCase(head_dim=head_dim) for head_dim in (64, 256, 512)),
+        DecodeCase(gqa_ratio=1),
+    ]
+    sizes = [((37, 64), 1), ((37, 64), 4), ((2048,), 1), ((2048,), 4)]
+    return [
+        replace(way, lens=lens, q_len=q_len, num_kv_heads=2, clean=True)
+        for way in ways
+        for lens, q_len in sizes
+    ]
+
+
 def tile_bytes(inputs: DecodeInputs, target: str) -> tuple[float, str]:
     """HBM bytes of one pass of the hot loop by one workgroup, and the plan in words."""
     q, cache, table = inputs.q, inputs.cache, inputs.table
@@ -331,5 +348,6 @@ CASES = Cases(
     sweep=lambda target, full, seed: sweep(full=full, seed=seed),
     of_contract=of_contract,
     families=families,
+    shipped=shipped,
     tile_bytes=tile_bytes,
 )
