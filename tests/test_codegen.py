@@ -177,8 +177,8 @@ def test_decode_is_bound_by_memory_and_uses_native_instructions(
 
 
 def test_int4_takes_no_more_instructions_than_fp4() -> None:
-    """A mask and a subtraction widen two codes; E2M1 takes two shifts and a mask."""
-    int4, fp4 = (decode("gfx942", fmt, kernel="decode").loop.valu for fmt in ("int4", "fp4_e2m1"))
+    """A mask and a subtraction widen two codes; E2M1 takes two shifts and a mask, in loops over LDS."""
+    int4, fp4 = (decode("gfx942", fmt, kernel="decode", q_len=2).loop.valu for fmt in ("int4", "fp4_e2m1"))
     assert int4 <= fp4
 
 
