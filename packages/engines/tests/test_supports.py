@@ -12,10 +12,10 @@ from narrowkv.engines.vllm.slots import CACHE_DTYPES, OWN_SLOTS  # noqa: E402
 ANSWERS = {
     "llama": None,
     "cohere_compass_text": None,
-    "gemma4": "head_dim is 512",  # its layers have head_dims of their own
+    "gemma4": None,  # its layers have head_dims of their own
     "deepseek_v3": "compressed together",
     "dots3_note": "compressed together",
-    "embedding_gemma2_text": "head_dim is 512",
+    "embedding_gemma2_text": None,
     "swin": "names no number of attention heads",  # one for each stage
     "segformer": "names no number of attention heads",
     "uvdoc": "names no number of attention heads",  # not even of layers
