@@ -548,7 +548,7 @@ def _merging(
     merge, each = MergeTile(), num_items // max(shape.batch, 1)
     if target.is_amd and split == "per_sequence":
         merge = amd_merge_tile(each)
-    # A long sequence may have all splits of an even share that the others leave.
+    # Splits have equal lengths over all sequences together, so that one long sequence may have nearly all.
     many = each > merge.splits or (split == "even" and num_items - shape.batch > 2 * _MOST_SPLITS)
     if many and target.is_nvidia and not batch_invariant and shape.head_dim <= 256:
         # H200, FP8, batch 1, with 16 splits at once in one warp, 64 in four and 128 in four: 8/1 heads, 32k

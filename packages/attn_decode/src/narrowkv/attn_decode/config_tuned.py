@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
+from narrowkv.runtime.tuned import check_fields
 
 MERGE_IN_LAUNCH = (0, 0)
 # Splits that are merged at once, and warps of the merge.
@@ -42,9 +43,7 @@ class DecodeChoice:
             "merge_splits": tuple({splits for splits, _ in (MERGE_IN_LAUNCH, *_MERGES)}),
             "merge_warps": tuple({warps for _, warps in (MERGE_IN_LAUNCH, *_MERGES)}),
         }  # fmt: skip
-        for field in fields(self):
-            if (value := getattr(self, field.name)) not in known[field.name]:
-                raise ValueError(f"{field.name} must be one of {known[field.name]}, got {value!r}")
+        check_fields(self, known)
         if (self.split == "none") != (self.items_per_unit == 0) or merge not in (MERGE_IN_LAUNCH, *_MERGES):
             raise ValueError(f"split, items_per_unit and merge must belong together, got {self}")
 

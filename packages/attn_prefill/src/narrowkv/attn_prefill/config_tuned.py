@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape, scratch_block
 from narrowkv.attn_prefill.tiles import partial_programs
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target, least_columns
-from narrowkv.runtime.tuned import size_class
+from narrowkv.runtime.tuned import check_fields, size_class
 
 KERNELS = ("dense", "fused")
 
@@ -38,9 +38,7 @@ class PrefillChoice:
             "kernel": KERNELS, "block_n": (16, 32, 64), "num_warps": (4, 8), "num_stages": (1, 2, 3),
             "matrix_rows": (0, 16, 32), "num_splits": (1, 2, 3, 4, 6, 8, 12, 16, 32),
         }  # fmt: skip
-        for field in fields(self):
-            if (value := getattr(self, field.name)) not in known[field.name]:
-                raise ValueError(f"{field.name} must be one of {known[field.name]}, got {value!r}")
+        check_fields(self, known)
 
 
 def shape_class(shape: PrefillShape, formats: tuple[str, str], plain_keys: bool) -> str:

@@ -260,19 +260,13 @@ class Plan:
                         for low, high in store.spans:
                             met = met or (begin < high and low < end)
             taken += cache
-            if out is not None and call.outputs[0]:
-                begin = out.data_ptr()
-                end = begin + call.outputs[0]
+            for result, size in ((out, call.outputs[0]), (lse, call.outputs[1])):
+                if result is None or not size:
+                    continue
+                begin = result.data_ptr()
                 for low, high in taken:
-                    if begin < high and low < end:
-                        met = True
-                taken.append((begin, end))
-            if lse is not None and call.outputs[1]:
-                begin = lse.data_ptr()
-                end = begin + call.outputs[1]
-                for low, high in taken:
-                    if begin < high and low < end:
-                        met = True
+                    met = met or (begin < high and low < begin + size)
+                taken.append((begin, begin + size))
             if met:
                 self.refuse_overlap(given)
         if out is None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -32,6 +32,7 @@ __all__ = [
     "SHIPPED_ROWS",
     "TuneFile",
     "TunedRow",
+    "check_fields",
     "read_tuned",
     "shipped_only",
     "size_class",
@@ -226,6 +227,17 @@ def tuned_row(target: Target, family: str, shape: str) -> TunedRow | None:
     if row is None or row.choice is None:
         row = _shipped_rows(target.name, target.compute_units).get((family, shape), row)
     return row
+
+
+def check_fields(choice: Any, known: Mapping[str, Collection[Any]]) -> None:
+    """Refuses a configuration of which a field has a value that its kernels do not know.
+
+    Raises:
+        ValueError: naming the first such field, its known values and what came.
+    """
+    for field in fields(choice):
+        if (value := getattr(choice, field.name)) not in known[field.name]:
+            raise ValueError(f"{field.name} must be one of {known[field.name]}, got {value!r}")
 
 
 def tuned_choice(

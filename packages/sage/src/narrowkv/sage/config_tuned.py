@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from narrowkv.runtime.targets import Target, least_columns
-from narrowkv.runtime.tuned import size_class, tuned_choice
+from narrowkv.runtime.tuned import check_fields, size_class, tuned_choice
 from narrowkv.sage.config import SageConfig
 from narrowkv.sage.options import SageArguments
 from narrowkv.sage.shapes import SageShape
@@ -49,9 +49,7 @@ class SageChoice:
             "ahead": (False, True), "waves_per_eu": (0, 1, 2), "maxnreg": (0, 168), "strategy": _STRATEGIES,
             "programs_together": _TOGETHER, "xcd_rows": _XCD_ROWS,
         }  # fmt: skip
-        for field in fields(self):
-            if (value := getattr(self, field.name)) not in known[field.name]:
-                raise ValueError(f"{field.name} must be one of {known[field.name]}, got {value!r}")
+        check_fields(self, known)
 
     @classmethod
     def of(cls, config: SageConfig) -> SageChoice:

@@ -100,7 +100,7 @@ def sage_attention_reference(
 
     Args:
         q, k, v, **options: as for `sage_attention`; the result is float32 unless `out` says otherwise.
-        qk_dtype: the same; None quantises nothing at all: then it is plain attention in fp32.
+        qk_dtype: as for `sage_attention`; None computes attention in fp32 without quantisation.
     """
     SAGE.check_keywords(options)
     given = SageArguments(q, k, v, qk_dtype=qk_dtype or "int8", **options)

@@ -261,8 +261,9 @@ _CDNA_ROWS = (
 # By `narrowkv inspect model --case sparse:...`, the loop's useful TFLOP/s (products that several waves repeat
 # count once), 4 waves and 16 rows unless stated. Over a page table (paged) each program waits for its own
 # rows, which no other one reads; model (`narrowkv inspect model --case latent:...`), 64 sequences of 8k rows,
-# 12 or 16 heads, 8 splits, microseconds. Facts: target, kernel, heads of a tile, paged, fp16 (the query),
-# v4_rows (448 quantised columns), fp32_group (columns that a scale in fp32 is for).
+# 12 or 16 heads, 8 splits, microseconds. A row holds for a target, a kernel, the heads
+# of a tile, `paged`, fp16 (queries in fp16), v4_rows (rows of DeepSeek-V4, with 448 columns in FP8) and
+# fp32_group (the number of columns that share one scale in fp32).
 _AMD_ROWS = (
     # gfx950: bf16 rows, one program a compute unit 251; two 139, which iterative-ilp takes without spills.
     TileRow(

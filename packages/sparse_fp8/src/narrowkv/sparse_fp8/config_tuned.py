@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from narrowkv.runtime.targets import Target
-from narrowkv.runtime.tuned import size_class, tuned_choice
+from narrowkv.runtime.tuned import check_fields, size_class, tuned_choice
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.config import SparseConfig
 from narrowkv.sparse_fp8.operation import SparsePlan
@@ -44,9 +44,7 @@ class SparseChoice:
             "specialised": (False, True), "block_k": (16, 32, 64), "num_warps": (2, 4, 8),
             "stages": (1, 2, 3), "strategy": _STRATEGIES, "fill": (0, 1, 2, 4),
         }  # fmt: skip
-        for field in fields(self):
-            if (value := getattr(self, field.name)) not in known[field.name]:
-                raise ValueError(f"{field.name} must be one of {known[field.name]}, got {value!r}")
+        check_fields(self, known)
 
 
 def shape_class(plan: SparsePlan, tokens: int, indices: int) -> str:
@@ -131,7 +129,7 @@ def _portable_tiles(target: Target) -> Iterator[SparseChoice]:
 
 
 def _specialised_tiles(target: Target) -> Iterator[SparseChoice]:
-    """Tiles of `kernels/cdna.py`; those for Hopper are laid out by hand."""
+    """Tiles of `kernels/cdna`; those for Hopper are laid out by hand."""
     if target.is_amd:
         for rows, stages, strategy in product((32, 64), (1, 2, 3), _STRATEGIES):
             yield SparseChoice(True, rows, 8, stages, strategy, 0)

@@ -152,7 +152,7 @@ def launch(
     constexprs: dict[str, Any],
     options: LaunchOptions,
 ) -> GpuLaunch | None:
-    """Launches, interprets or compiles `kernel`; nothing happens for an empty grid.
+    """Launches, interprets or compiles `kernel`; an empty grid launches nothing.
 
     Args:
         kernel: a `@triton.jit` function.
@@ -212,7 +212,7 @@ class BoundLaunch:
         self._gpu: GpuLaunch | None = None
 
     def __call__(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-        """Launches, interprets or compiles the kernel; nothing happens for an empty grid.
+        """Launches, interprets or compiles the kernel; an empty grid launches nothing.
 
         On a GPU a call whose arguments specialise like those of an earlier one takes a few microseconds.
 

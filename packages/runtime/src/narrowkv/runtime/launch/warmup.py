@@ -238,7 +238,7 @@ def compile_apart(
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[CompileResult]:
-    """Compiles kernels as `warmup` does, and tells of each what became of it.
+    """Compiles kernels as `warmup` does, and returns the outcome of each kernel.
 
     A kernel whose compiler ends its process has failed alone: another process compiles the next one.
 

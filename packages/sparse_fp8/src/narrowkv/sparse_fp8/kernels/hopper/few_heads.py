@@ -315,7 +315,8 @@ def _score_warps(args, shared, CALL: gl.constexpr):
     _copy_query(shared.query, args.q, item, 0, CALL)
     async_copy.commit_group()
     for number in range(gl.program_id(0), args.num_items, gl.num_programs(0)):
-        # Not a range: Triton 3.6 dropped a number that an outer range carries if it only bounds an inner one.
+        # The loop over tiles is a while loop: Triton 3.6 lost a loop-carried number whose only use is the
+        # bound of an inner range.
         last = count + item[3]
         following = number + gl.num_programs(0)
         item = _item(args, spans, following, CALL)

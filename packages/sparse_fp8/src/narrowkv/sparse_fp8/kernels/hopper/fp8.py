@@ -353,7 +353,8 @@ def _sum_fp8_warps(args, shared, HALF: gl.constexpr, CALL: gl.constexpr):
         _make_writes_visible()
         mbarrier.arrive(shared.widened.index(number), count=1)
     count, turn = 0, 0
-    # Known an item ahead. A while loop: Triton 3.6 lost a carried number that only bounds a range.
+    # The next item's last tile is read an item ahead. The loop over tiles is a while loop: Triton 3.6 lost a
+    # loop-carried number whose only use is the bound of an inner range.
     last = _item(args, gl.program_id(0), CALL)[3] - 1
     for number in range(gl.program_id(0), args.num_items, gl.num_programs(0)):
         next_last = _next_item(args, number, CALL)[3] - 1

@@ -4,7 +4,7 @@ The kernels in plain Triton gather, multiply and normalise a tile in turn. Here 
 two tiles in shared memory, multiplies them by Q and computes the softmax; two more multiply P by V meanwhile,
 a tile behind, with half of the 512 columns each. A program works through items (token, block of heads, split)
 of the whole call, so that one item's end overlaps with the next one's beginning. This is the kernel for
-16-bit rows; `hopper_fp8` widens FP8 rows, with what both share from here.
+16-bit rows; the one in `fp8.py` widens FP8 rows. `frame.py` has what all kernels for Hopper share.
 
 ptxas holds a product 256 columns wide to the registers of a thread at launch: 12 warps have 168, 13 have
 152, of which 154 are needed for 64 x 256 sums. Hence three warpgroups, and no fourth that only gathers.
