@@ -545,16 +545,16 @@ def _merging(
     merge_in_launch = split != "none" and num_items <= 4 * shape.batch and not target.is_amd
     # The two ways of merging round differently, and `num_items` depends on the capacity.
     merge_in_launch = merge_in_launch and not batch_invariant and shape.batch * head_programs <= _MAX_COUNTERS
-    merge, each = MergeTile(), num_items // max(shape.batch, 1)
+    merge = MergeTile()
     if target.is_amd and split == "per_sequence":
-        merge = amd_merge_tile(each)
-    # Splits have equal lengths over all sequences together, so that one long sequence may have nearly all.
-    many = each > merge.splits or (split == "even" and num_items - shape.batch > 2 * _MOST_SPLITS)
-    if many and target.is_nvidia and not batch_invariant and shape.head_dim <= 256:
-        # H200, FP8, batch 1, with 16 splits at once in one warp, 64 in four and 128 in four: 8/1 heads, 32k
-        # keys in 128 splits 22.5, 15.4 and 14.8 us, 128k keys in 264 splits 37.1, 22.4 and 21.1; 96/8 heads
-        # in 33 splits, 8k keys 16.8, 15.3 and 15.3, 32k keys 29.5, 27.4 and 28.0.
-        merge = MergeTile(128, 4 if shape.head_dim <= 128 else 8)
+        merge = amd_merge_tile(num_items // max(shape.batch, 1))
+    elif target.is_nvidia and shape.num_kv_heads <= 2 and not batch_invariant and shape.head_dim <= 256:
+        # Few heads leave many splits of a sequence. One tile serves all calls, so that a model does not need
+        # twice as many merge kernels. H200, FP8, 8/1 heads, with 16 splits at once in one warp, 64 and 128 in
+        # four: B1 ctx32768 19.6, 12.7 and 12.1 us, B4 ctx8192 15.2, 11.3 and 11.5, B64 ctx1024 13.6, 14.2 and
+        # 15.3, B64 ctx8192 43.0, 43.4 and 45.6; with 96/8 heads B1 ctx32768 27.3, 25.8 and 25.9, B16 ctx8192
+        # 77.6, 82.3 and 84.0.
+        merge = MergeTile(64, 4 if shape.head_dim <= 128 else 8)
     return merge_in_launch, merge
 
 
