@@ -29,8 +29,7 @@ from narrowkv.attn_decode.launch import (
 )
 from narrowkv.attn_decode.options import DECODE, PLAIN_VALUES, DecodeArguments
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.paged_cache.binding import BoundCache, bind_cache
-from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
+from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_cache, bind_table
 from narrowkv.paged_cache.checks import tensors_of
 from narrowkv.paged_cache.rope import metadata_of
 from narrowkv.quant import get_format

@@ -28,8 +28,7 @@ from narrowkv.attn_prefill.memory import MemorySizes, allocate
 from narrowkv.attn_prefill.settings import PrefillSettings
 from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.paged_cache.binding import BoundCache
-from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
+from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope, metadata_of
 from narrowkv.quant.device import widening_exponent

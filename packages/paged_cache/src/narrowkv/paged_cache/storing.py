@@ -90,7 +90,7 @@ def _make_store(cache: PagedKVCache) -> Store:
         # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
         words = stored.view(torch.uint8) if stored.element_size() == 1 else stored
         pointers.append(KVPointers(words, strides.page, strides.token, strides.head, strides.outer))
-    constants = tuple(_side_constants(cache).items())
+    constants = tuple(storage_constants(cache).items())
     transform = cache.key_transform or KeyTransform(rotated=False)
     constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
     constants += (("V_HEAD_DIM", cache.v_head_dim), ("BUTTERFLIES", transform.butterflies(cache.head_dim)))
@@ -147,12 +147,8 @@ def new_tokens(x: torch.Tensor) -> NewTokens:
     return NewTokens(x, x.stride(0), x.stride(1))
 
 
-def storage_constants(cache: PagedKVCache, exponent: str) -> dict[str, Any]:
+def storage_constants(cache: PagedKVCache) -> dict[str, Any]:
     """How a kernel quantises into this cache."""
-    return {**_side_constants(cache), "RULE": exponent}
-
-
-def _side_constants(cache: PagedKVCache) -> dict[str, Any]:
     constants: dict[str, Any] = {}
     for side, strides in zip(cache.sides(), (cache.k_strides, cache.v_strides), strict=True):
         fmt = get_format(side.format)

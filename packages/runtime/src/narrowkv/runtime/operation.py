@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 
 from narrowkv.runtime import errors
-from narrowkv.runtime.errors import check_instance
+from narrowkv.runtime.errors import check_instance, span_bytes
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import BoundLaunch
 from narrowkv.runtime.launch.prepared import Arg, Part, PreparedCall
 from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.launch.workspace import Block, Workspace, block_bytes
-from narrowkv.runtime.spans import span_bytes
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.untried import refuse_untried
 
