@@ -458,6 +458,18 @@ def test_caches_that_cannot_be_appended_to_are_refused() -> None:
         append(per_page, one, one, SLOTS[:1])
 
 
+def test_a_cache_of_some_heads_of_another_is_of_another_kind(device: str) -> None:
+    stored = torch.zeros(2, 2, 4, 2 * HEADS, DIM, device=device).bfloat16()
+    new = torch.ones(3, 2 * HEADS, DIM, device=device).bfloat16()
+    slots = torch.arange(3, device=device)
+    for heads in (2 * HEADS, HEADS):  # of equal strides
+        stored.zero_()
+        part = stored[..., :heads, :]
+        own = new[:, :heads]
+        append(PagedKVCache.from_tensors(part[0], part[1], format="bf16"), own, own, slots)
+        assert stored.count_nonzero() == 2 * 3 * heads * DIM
+
+
 def test_no_tokens_and_no_pages_change_nothing(device: str) -> None:
     cache = Stored().cache(device)
     before = copy_cache(cache)

@@ -95,14 +95,14 @@ def _make_store(cache: PagedKVCache) -> Store:
     constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
     constants += (("V_HEAD_DIM", cache.v_head_dim), ("BUTTERFLIES", transform.butterflies(cache.head_dim)))
     pointers += map(_descale_pointers, cache.sides())
-    # Strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
+    # Heads, strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
     metadata = tuple(
         value if not isinstance(value, torch.Tensor) else (value.dtype, value.dim())
         for each in pointers
         for value in each
         if not isinstance(value, float)
     )
-    metadata += (transform.offset is not None, transform.balance is not None)
+    metadata += (transform.offset is not None, transform.balance is not None, cache.num_kv_heads)
     number = _kinds.setdefault((constants, metadata, cache.k.device), len(_kinds))
     arguments: dict[str, Any] = {}
     for name, struct in zip(_STRUCTS, pointers, strict=True):
