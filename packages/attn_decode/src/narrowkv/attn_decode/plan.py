@@ -54,7 +54,6 @@ from narrowkv.runtime.launch.workspace import zeroed_counters
 from narrowkv.runtime.operation import Operation, Plan, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.targets import Target
-from narrowkv.runtime.untried import compare_first_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -204,9 +203,7 @@ class DecodePlan(Plan):
             raise
         call = self.calls.get(signature)
         if call is None:
-            call = self.calls.keep(signature, self._prepare(bound, table, given))
-            if self.target.is_untried and running is None:
-                compare_first_call(self, given)
+            call = self.prepared(signature, self._prepare(bound, table, given), given)
         if given.validate:
             check_values(self.shape.capacity, cache, page_table)
         if bound.scales or type(q_descale) is not float:

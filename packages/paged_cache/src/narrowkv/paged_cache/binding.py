@@ -156,7 +156,7 @@ def bind_cache(
     signature = (
         key, cache.k.device, cache.num_pages, cache.k_strides, cache.v_strides, cache.k_granularity,
         cache.v_granularity, cache.negative_zero_free, cache.needs_64_bit_addresses, *sequences,
-        cache.k.requires_grad or cache.v.requires_grad, None if store is None else store.kind,
+        cache.k.requires_grad or cache.v.requires_grad, None if store is None else store.plan,
         None if transform is None else (transform.rotated, *(x is None for x in static)),
         *(_kind_of(reading) for reading in readings.values()),
     )  # fmt: skip
