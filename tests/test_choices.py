@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import random
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from tool_modules import load_tool
 
+from narrowkv.attn_decode import tiles as decode_tiles
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.attn_decode.config import choose_config as choose_decode
 from narrowkv.attn_prefill import PrefillShape
 from narrowkv.attn_prefill.tiles import dense_config, fused_config, split_config
-from narrowkv.runtime.targets import TARGETS, Target
+from narrowkv.runtime.choices import ConfigRow
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.targets import TARGETS, UNTRIED, Target
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8 import config as sparse
 from narrowkv.sparse_fp8.indexer.config import columns_of_program
@@ -78,3 +86,43 @@ def test_no_kernel_or_configuration_names_a_chips_compute_units() -> None:
     ]
     assert not named
     assert all(list(PACKAGES.glob(f"*/src/**/{name}")) for name in _FIGURES)
+
+
+def _rows_of(module: ModuleType) -> dict[int, ConfigRow[Any]]:
+    """All rows of a module's tables, by their identities."""
+    tables = (table for table in vars(module).values() if isinstance(table, tuple))
+    return {id(row): row for table in tables for row in table if isinstance(row, ConfigRow)}
+
+
+def test_every_row_of_decode_is_the_choice_of_some_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that no call takes is dead: rows before it take all of its calls."""
+    fits, left, draw = ConfigRow.fits, _rows_of(decode_tiles), random.Random(0)
+
+    def fits_and_counts(row: ConfigRow[Any], facts: dict[str, Any]) -> bool:
+        found = fits(row, facts)
+        if found:
+            left.pop(id(row), None)
+        return found
+
+    monkeypatch.setattr(ConfigRow, "fits", fits_and_counts)
+    formats = ("bf16", "fp8_e4m3fn", "fp4_e2m1", "int8", "int4")
+    heads = (
+        (96, 8, 128), (64, 64, 128), (8, 1, 128), (12, 1, 64), (8, 1, 256), (48, 8, 192), (32, 4, 512),
+        (28, 4, 80), (64, 2, 256),
+    )  # fmt: skip
+    for _ in range(150_000):
+        k, v = draw.choice(formats), draw.choice(formats)
+        k = draw.choice((k, v))
+        shape = DecodeShape(
+            draw.choice((1, 4, 16, 64, 128)), draw.choice((1, 1, 2, 4, 16)), *draw.choice(heads), 16,
+            draw.choice((128, 1024, 2048, 4096, 32768, 131072)), draw.choice((torch.bfloat16, torch.float16)),
+        )  # fmt: skip
+        with contextlib.suppress(UnsupportedError):
+            choose_decode(
+                draw.choice((*TARGETS.values(), *UNTRIED.values())), shape, k, v,
+                scale_group=draw.choice((0, 16, 32)) if "fp4_e2m1" in (k, v) else 0,
+                kernel=draw.choice((None, None, "native")),
+            )  # fmt: skip
+        if not left:
+            return
+    raise AssertionError(list(left.values()))
