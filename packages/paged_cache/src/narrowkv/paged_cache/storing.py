@@ -228,7 +228,7 @@ def _make_store(cache: PagedKVCache) -> Store:
         pointers.append(KVPointers(words, strides.page, strides.token, strides.head, strides.outer))
     pointers += map(_descale_pointers, cache.sides())
     transform = cache.key_transform or KeyTransform(rotated=False)
-    constants = _side_constants(cache)
+    constants = storage_constants(cache)
     constants |= {"PAGE_SIZE": cache.page_size, "HEAD_DIM": cache.head_dim, "V_HEAD_DIM": cache.v_head_dim}
     constants["BUTTERFLIES"] = transform.butterflies(cache.head_dim)
     # Strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
