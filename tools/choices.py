@@ -16,7 +16,7 @@ from typing import Any
 
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.attn_decode.config import choose_config as choose_decode
-from narrowkv.attn_decode.config_amd import MergeTile
+from narrowkv.attn_decode.tiles import MergeTile
 from narrowkv.attn_prefill import PrefillShape, plan_append, plan_prefill
 from narrowkv.paged_cache import CacheFormat, PagedKVCache
 from narrowkv.runtime.launch import LaunchOptions, executing

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +40,10 @@ class StandIn(Place):
 class CpuGpu(Gpu):
     """Runs calls for real; tiles of fewer keys are made up to be faster."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, compilers: Any, until: float = math.inf) -> None:
         self.timer: Any = self
         self.timed: list[int] = []
+        self.until, self.seconds_compiling = until, 0.0
 
     def capture(self, call: Callable[[], Any]) -> Any:
         call()
@@ -53,13 +57,7 @@ class CpuGpu(Gpu):
     def wait(self) -> None:
         pass
 
-    def add(self, shapes: Any) -> None:
-        pass
-
-    def note(self, shapes: Any, choices: Any) -> None:
-        pass
-
-    def compile(self, jobs: int | None = None) -> None:
+    def compile(self, shapes: Any, choices: Any) -> None:
         pass
 
     def crashes(self, call: Any) -> bool:
@@ -74,8 +72,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CpuGpu]:
     """A machine whose GPU is the CPU; gets each stand-in that a command makes."""
     made: list[CpuGpu] = []
 
-    def make(samples: int) -> CpuGpu:
-        made.append(CpuGpu(samples))
+    def make(*arguments: Any) -> CpuGpu:
+        made.append(CpuGpu(*arguments))
         return made[-1]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -83,6 +81,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CpuGpu]:
     monkeypatch.setattr(tune, "find_place", lambda name: StandIn("gpu", "cuda", "stand-in GPU"))
     monkeypatch.setattr(tune, "family_of", lambda name, each, device: family_of(name, each, "cpu"))
     monkeypatch.setattr(tune, "Gpu", make)
+    monkeypatch.setattr(tune, "Compilers", lambda processes: nullcontext())
     return made
 
 
@@ -119,6 +118,33 @@ def test_rows_are_written_continued_shown_and_used(
     assert "- configurations of a tune file: 2 shape classes" in markdown(written)
     file.write_text("{")
     assert "cannot be read" in markdown(report_document({"gpus": []}, []))
+
+
+def test_a_search_that_is_cut_leaves_its_whole_classes_and_goes_on(
+    gpus: list[CpuGpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tuned.json"
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def slow(self: CpuGpu, graph: Any, whole: Any = CpuGpu.replay) -> Timing:
+        clock[0] += 1.0
+        timing: Timing = whole(self, graph)
+        return timing
+
+    monkeypatch.setattr(CpuGpu, "replay", slow)
+    first = narrowkv(f"{SMALL} --minutes 1 --file", file)
+    replays = len(gpus[-1].timed)
+    assert "2 shape classes, 0 of them from before, 0 for which" in first.stdout
+    assert first.stdout.count("configurations in") == 2
+    file.unlink()
+    minutes = (0.75 * replays - 1) / 60
+    cut = narrowkv(f"{SMALL} --minutes {minutes} --file", file)
+    assert "1 shape classes, 0 of them from before, 1 for which no time was left" in cut.stdout
+    assert len(gpus[-1].timed) < replays
+    assert len(tuned.read_tuned(file).rows) == 1
+    again = narrowkv(f"{SMALL} --minutes 1 --file", file)
+    assert "2 shape classes, 1 of them from before, 0 for which" in again.stdout
 
 
 def test_a_class_that_does_not_fit_in_memory_is_left_out(

@@ -16,7 +16,7 @@ from narrowkv.attn_decode import DecodeShape, paged_decode, plan_decode
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.warmup import record_model, warmup_model
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, append
-from narrowkv.paged_cache.kinds import fp4_scales
+from narrowkv.paged_cache.cache import fp4_scales
 from narrowkv.runtime.launch import count_compiles, executing, recording
 from narrowkv.runtime.launch.recording import RecordExecutor
 from narrowkv.runtime.targets import get_target

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
 from narrowkv.paged_cache.kernels.append import store_offsets
 from narrowkv.paged_cache.kernels.pages import KVPointers
+from narrowkv.paged_cache.options import StoreArguments, StoreOptions
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
@@ -458,6 +459,18 @@ def test_caches_that_cannot_be_appended_to_are_refused() -> None:
         append(per_page, one, one, SLOTS[:1])
 
 
+def test_a_cache_of_some_heads_of_another_is_of_another_kind(device: str) -> None:
+    stored = torch.zeros(2, 2, 4, 2 * HEADS, DIM, device=device).bfloat16()
+    new = torch.ones(3, 2 * HEADS, DIM, device=device).bfloat16()
+    slots = torch.arange(3, device=device)
+    for heads in (2 * HEADS, HEADS):  # of equal strides
+        stored.zero_()
+        part = stored[..., :heads, :]
+        own = new[:, :heads]
+        append(PagedKVCache.from_tensors(part[0], part[1], format="bf16"), own, own, slots)
+        assert stored.count_nonzero() == 2 * 3 * heads * DIM
+
+
 def test_no_tokens_and_no_pages_change_nothing(device: str) -> None:
     cache = Stored().cache(device)
     before = copy_cache(cache)
@@ -562,6 +575,13 @@ def test_a_later_call_of_a_kind_enters_few_python_functions() -> None:
             assert len(functions_entered(lambda: append(caches[1], k, v, slots, rope=turn))) <= 17  # noqa: B023
     constants = [launch.constexprs for launch in recorder.launches]
     assert all(c is constants[0] for c in constants), "every layer and count launches what was prepared once"
+
+
+def test_options_are_the_keywords_of_the_arguments_and_others_are_refused() -> None:
+    assert StoreOptions.__annotations__.keys() == StoreArguments._field_defaults.keys()
+    for way in (append, append_reference):
+        with pytest.raises(TypeError, match="got an unexpected keyword argument 'offset'"):
+            way(Stored().cache(), **RIGHT, offset=None)
 
 
 @pytest.mark.gpu

@@ -510,8 +510,8 @@ def test_parts_of_a_block_are_addresses(world: SimpleNamespace, monkeypatch: pyt
         if number > 1:
             x, k_at, v_at = (blocks[at].data_ptr() + offset for offset in offsets)
             assert triton_of.last() == [x, f"map of {k_at}", *sizes, f"map of {v_at}", *sizes, 32]
-    # For Triton twice, for the call that is written, then once for each of three addresses.
-    assert len(made) == 2 * (2 + 1 + 3)
+    # For Triton twice, then once for each of three addresses.
+    assert len(made) == 2 * (2 + 3)
 
 
 @pytest.mark.codegen_all

@@ -24,7 +24,7 @@ from narrowkv.runtime.launch import (
     launch,
     warmup,
 )
-from narrowkv.runtime.launch.warmup import compile_apart
+from narrowkv.runtime.launch.warmup import Compilers, compile_apart
 
 SOURCE = """
 from typing import Any, NamedTuple
@@ -109,12 +109,33 @@ def test_a_spec_survives_pickling_and_keeps_what_matters(kernels: Any) -> None:
     spec = KernelSpec.of(bound, args)
     again = pickle.loads(pickle.dumps(spec))
     assert again == spec
-    assert spec.args[0] == kernels.Rows(TensorSpec(torch.float32, aligned=True, large=False), 2)
+    assert spec.args[0].ptr == TensorSpec(torch.float32, aligned=True, large=False)
     for tensor in (x, x[1:], x.to(torch.float8_e4m3fn), x.bfloat16()[1:]):
         described = TensorSpec.of(tensor)
         assert TensorSpec.of(described.example()) == described
     large = TensorSpec(torch.uint8, aligned=False, large=True)
     assert TensorSpec.of(large.example()) == large
+
+
+@pytest.mark.parametrize(
+    "alike", [(2, 3, -5), (16, 0, -32), (1,), (2**31, 2**40, -(2**31) - 16), (2**63, 2**64 - 16)], ids=str
+)
+def test_sizes_that_compile_alike_are_one_spec(kernels: Any, alike: tuple[int, ...]) -> None:
+    bound, (rows, out, _) = _calls(kernels)[0]
+    specs = {pickle.dumps(KernelSpec.of(bound, (rows, out, size))) for size in alike}
+    assert len(specs) == 1
+    others = [size for size in (1, 2, 16, 2**31, 2**31 + 1, 2**63, 2**63 + 1) if size not in alike]
+    assert specs.isdisjoint(pickle.dumps(KernelSpec.of(bound, (rows, out, size))) for size in others)
+    argument = KernelSpec.of(bound, (rows, out, alike[0])).args[2]
+    assert (argument == 1, argument % 16 == 0) == (alike[0] == 1, alike[0] % 16 == 0)
+
+
+def test_compiling_stops_in_time(kernels: Any) -> None:
+    specs = [KernelSpec.of(*call) for call in _calls(kernels)]
+    with Compilers(1, "gfx942") as compilers:
+        assert len(compilers.compile(specs[:1])) == len(compilers.compile(specs[1:2])) == 1
+        with pytest.raises(TimeoutError, match="1 kernels are not compiled yet"):
+            compilers.compile(specs[2:], until=0.0)
 
 
 def test_a_kernel_that_does_not_compile_is_named_and_the_others_compile(kernels: Any) -> None:

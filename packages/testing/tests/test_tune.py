@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +35,8 @@ class MadeGpu(Gpu):
     def __init__(self) -> None:
         self.timer: Any = self
         self.replayed: list[float] = []
-        self.noted: list[Any] = []
         self.compiled: list[Any] = []
+        self.until = math.inf
 
     def capture(self, call: Callable[[], Any]) -> Any:
         call()
@@ -49,11 +50,8 @@ class MadeGpu(Gpu):
     def wait(self) -> None:
         pass
 
-    def note(self, shapes: Shapes[Any], choices: Iterable[Any]) -> None:
-        self.noted += choices
-
-    def compile(self, jobs: int | None = None) -> None:
-        self.compiled, self.noted = self.compiled + self.noted, []
+    def compile(self, shapes: Shapes[Any], choices: Iterable[Any]) -> None:
+        self.compiled += choices
 
     def crashes(self, call: TunedCall) -> bool:
         choice = call.run.choice  # type: ignore[attr-defined]
@@ -132,6 +130,18 @@ def test_variants_of_the_fastest_are_tried_after_it() -> None:
     )
     assert row.choice == {"times": (70.0, 40.0), "fault": ""}
     assert row.tried == 3
+
+
+def test_nothing_is_tried_when_the_time_is_over() -> None:
+    gpu = MadeGpu()
+
+    def tell(done: int, total: int) -> None:
+        if done == 2:
+            gpu.until = 0.0
+
+    with pytest.raises(TimeoutError):
+        tune_shapes(_shapes(*(Made((80.0 - i, 40.0)) for i in range(5))), gpu, tell)
+    assert gpu.replayed == [100.0, 50.0, 80.0, 40.0, 79.0, 40.0]
 
 
 def test_a_wrong_shipped_configuration_ends_the_search() -> None:

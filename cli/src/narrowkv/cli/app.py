@@ -302,7 +302,7 @@ def tune(
         Path, typer.Option("--file", metavar="FILE", help="Of the rows; an existing one is continued.")
     ] = Path("narrowkv-tuned.json"),
     minutes: Annotated[
-        float, typer.Option(min=0, help="After which no further shape class is begun.")
+        float, typer.Option(min=0, help="After which nothing further is compiled or tried.")
     ] = 30.0,
     samples: Annotated[
         int, typer.Option(min=1, help="Of a configuration, at first and in each last round.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +10,9 @@ from typing import Any
 
 import torch
 
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
+from narrowkv.cli.report import ExitCode, ProgressLine, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
+from narrowkv.runtime.launch.warmup import Compilers, usable_cores
 from narrowkv.runtime.tuned import TunedRow, TuneFile, read_tuned
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import Place, find_place
@@ -23,7 +23,6 @@ from narrowkv.testing.tune.search import Gpu, check_shapes, tune_shapes
 
 Step = tuple[TunedFamily[Any, Any], Any]
 """A family, and a shape class as its `classes` gives it."""
-_COMPILED_AT_ONCE = 16  # shape classes, whose kernels are mostly the same
 
 
 def tune(
@@ -36,7 +35,7 @@ def tune(
         report: where progress goes.
         families, settings: whose classes.
         file: of the rows.
-        minutes: after which no further class is begun.
+        minutes: since the command began, after which nothing further is compiled or tried.
         samples: of a call, at first and in each of the last rounds.
         jobs: processes that compile.
 
@@ -44,52 +43,51 @@ def tune(
         UnsupportedHereError: there is no GPU.
         UsageError: the file is of another GPU or Triton.
     """
+    until = time.monotonic() + 60 * minutes - report.seconds
     if not torch.cuda.is_available():
         raise UnsupportedHereError(f"tune times kernels and needs a GPU; torch {torch.__version__} sees none")
-    place = find_place("gpu")
-    found = _begun(file, place)
-    gpu = Gpu(samples)
-    work = [
-        (family, chosen)
-        for each in settings
-        for family in (family_of(name, each, place.device) for name in families)
-        for chosen in family.classes()
-    ]
-    if not place.has_times:
-        return _rehearse(report, work, gpu, jobs, place)
-    end, rows, late, interrupted = time.monotonic() + 60 * minutes, dict(found.rows), 0, False
+    with Compilers(jobs or usable_cores()) as compilers:
+        place = find_place("gpu")
+        found = _begun(file, place)
+        work = [
+            (family, chosen)
+            for each in settings
+            for family in (family_of(name, each, place.device) for name in families)
+            for chosen in family.classes()
+        ]
+        if not place.has_times:
+            return _rehearse(report, work, Gpu(samples, compilers), place)
+        return _search(report, work, Gpu(samples, compilers, until), found, file)
+
+
+def _search(report: Report, work: Sequence[Step], gpu: Gpu, found: TuneFile, file: Path) -> ExitCode:
+    """Searches the classes until the time of `gpu` is over; says a line of each as it ends."""
+    rows, late, interrupted = dict(found.rows), 0, False
     kept = [step for step in work if _key(step) in rows]
-    left = [step for step in work if _key(step) not in rows]
     with report.progress(len(work), "tuning") as line:
         try:
             for step in kept:
                 line.advance(_key(step)[1])
-            for begin in range(0, len(left), _COMPILED_AT_ONCE):
-                group = left[begin : begin + _COMPILED_AT_ONCE]
-                if time.monotonic() < end:
-                    line.tell(f"compiling for {len(group)} shape classes")
-                    for family, chosen in group:
-                        with contextlib.suppress(torch.cuda.OutOfMemoryError):  # told below
-                            gpu.add(family.open(chosen))
-                    gpu.compile(jobs)
-                for family, chosen in group:
-                    if time.monotonic() > end:
-                        late += 1
-                        continue
-                    key = _key((family, chosen))
-                    try:
-                        rows[key] = tune_shapes(
-                            family.open(chosen), gpu,
-                            lambda done, total: line.tell(f"{done} of {total} configurations"),
-                        )  # fmt: skip
-                    except torch.cuda.OutOfMemoryError:
-                        report.note(f"left out, because it does not fit in the GPU's memory: {key[1]}")
-                        continue
-                    replace(found, rows=rows).write(file)
-                    line.advance(key[1])
+            for step in work:
+                key = _key(step)
+                if step in kept or time.monotonic() > gpu.until:
+                    late += step not in kept
+                    continue
+                begun, compiling = time.monotonic(), gpu.seconds_compiling
+                try:
+                    rows[key] = _tuned(step, gpu, line)
+                except TimeoutError:
+                    late += 1
+                    continue
+                except torch.cuda.OutOfMemoryError:
+                    report.note(f"left out, because it does not fit in the GPU's memory: {key[1]}")
+                    continue
+                replace(found, rows=rows).write(file)
+                line.advance(key[1])
+                took = time.monotonic() - begun, gpu.seconds_compiling - compiling
+                report.line(_ended(rows[key], *took))
         except KeyboardInterrupt:
             interrupted = True
-    done = replace(found, rows=rows)
     _show_rows(report, list(rows.values()))
     report.line(
         f"{len(rows)} shape classes, {len(kept)} of them from before, {late} for which no time was left"
@@ -97,7 +95,25 @@ def tune(
     if late or interrupted:
         report.line(f"the same command goes on with the classes that {file} lacks")
     report.line(f"to use them: export NARROWKV_TUNED={file.resolve()}")
-    return report.finish({**done.document(), "versions": versions()}, ExitCode.OK, interrupted=interrupted)
+    body = {**replace(found, rows=rows).document(), "versions": versions()}
+    return report.finish(body, ExitCode.OK, interrupted=interrupted)
+
+
+def _tuned(step: Step, gpu: Gpu, line: ProgressLine) -> TunedRow:
+    """Draws the tensors of a class, which end with this call, and searches it."""
+    family, chosen = step
+    line.tell(f"compiling for {family.name_of(chosen)}")
+    return tune_shapes(
+        family.open(chosen), gpu, lambda done, total: line.tell(f"{done} of {total} configurations")
+    )
+
+
+def _ended(row: TunedRow, seconds: float, compiling: float) -> str:
+    """What a class's search took and found."""
+    shipped, tuned = map(_times, (row.shipped_us, row.tuned_us))
+    said = f"{tuned} us instead of {shipped}" if row.choice else f"the shipped one stays: {shipped} us"
+    took = f"{row.tried} configurations in {seconds:.1f} s ({compiling:.1f} s compiling)"
+    return f"{row.family}, {row.shape}: {took}; {said}"
 
 
 def _key(step: Step) -> tuple[str, str]:
@@ -119,7 +135,7 @@ def _begun(file: Path, place: Place) -> TuneFile:
     return found
 
 
-def _rehearse(report: Report, work: Sequence[Step], gpu: Gpu, jobs: int | None, place: Place) -> ExitCode:
+def _rehearse(report: Report, work: Sequence[Step], gpu: Gpu, place: Place) -> ExitCode:
     """Checks the configurations of each class; a virtual GPU has no device times, and no file is written."""
     report.say(
         f"{place.description} has no device times: configurations are checked, and no file is written."
@@ -128,8 +144,6 @@ def _rehearse(report: Report, work: Sequence[Step], gpu: Gpu, jobs: int | None, 
     with report.progress(len(work), "checking") as line:
         for family, chosen in work:
             shapes = family.open(chosen)
-            gpu.add(shapes)
-            gpu.compile(jobs)
             counts = check_shapes(shapes, gpu)
             wrong += counts.wrong
             body.append({"family": shapes.family, "shape": shapes.name, **vars(counts)})

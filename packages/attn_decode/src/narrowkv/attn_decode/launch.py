@@ -10,8 +10,7 @@ import triton.language as tl
 
 from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape
 from narrowkv.attn_decode.kernels import Blocks, PartialResults, Rows, Rules, Sizes
-from narrowkv.paged_cache.binding import PTX8, BoundCache, Reading, ReadOptions, multiplied_parts
-from narrowkv.paged_cache.bound_table import BoundTable
+from narrowkv.paged_cache.binding import PTX8, BoundCache, BoundTable, Reading, ReadOptions, multiplied_parts
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.attention.xcds import XcdOrder, xcd_order

@@ -29,8 +29,7 @@ from narrowkv.attn_decode.launch import (
 )
 from narrowkv.attn_decode.options import DECODE, PLAIN_VALUES, DecodeArguments
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.paged_cache.binding import BoundCache, bind_cache
-from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
+from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_cache, bind_table
 from narrowkv.paged_cache.checks import tensors_of
 from narrowkv.paged_cache.rope import metadata_of
 from narrowkv.quant import get_format
@@ -55,7 +54,6 @@ from narrowkv.runtime.launch.workspace import zeroed_counters
 from narrowkv.runtime.operation import Operation, Plan, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.targets import Target
-from narrowkv.runtime.untried import compare_first_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -205,9 +203,7 @@ class DecodePlan(Plan):
             raise
         call = self.calls.get(signature)
         if call is None:
-            call = self.calls.keep(signature, self._prepare(bound, table, given))
-            if self.target.is_untried and running is None:
-                compare_first_call(self, given)
+            call = self.prepared(signature, self._prepare(bound, table, given), given)
         if given.validate:
             check_values(self.shape.capacity, cache, page_table)
         if bound.scales or type(q_descale) is not float:

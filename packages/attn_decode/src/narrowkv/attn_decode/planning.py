@@ -17,9 +17,9 @@ from narrowkv.attn_decode.checks import (
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
-from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
+from narrowkv.paged_cache.binding import BOUND_TABLES, bind_table
+from narrowkv.paged_cache.cache import CACHE_KINDS, kind_of_cache
 from narrowkv.paged_cache.descales import check_fp4_scales
-from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
 from narrowkv.paged_cache.layouts import check_head_dims
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import check_choice, check_positive_int

@@ -98,6 +98,6 @@ def matrix_of(cache: PagedKVCache, block_n: int) -> Any:
 def storing_constants(cache: PagedKVCache, exponent: str, rope: Rope | None) -> Storing:
     """Constants of how new tokens are rotated and stored in this cache."""
     transform = cache.key_transform or KeyTransform(rotated=False)
-    found = {**storage_constants(cache, exponent), **rope_constants(rope)}
+    found = {**storage_constants(cache), **rope_constants(rope), "RULE": exponent}
     found["BUTTERFLIES"] = transform.butterflies(cache.head_dim)
     return Storing(**{name: found[name.upper()] for name in Storing._fields})

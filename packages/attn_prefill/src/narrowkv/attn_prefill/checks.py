@@ -12,8 +12,7 @@ from narrowkv.attn_decode.checks import QUERY_DTYPES
 from narrowkv.attn_prefill.arguments import Arguments
 from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.paged_cache.append import check_apart, check_new_tokens
-from narrowkv.paged_cache.checks import check_table, tensors_of
+from narrowkv.paged_cache.checks import check_apart, check_new_tokens, check_table, tensors_of
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.checks import refuse_overlap

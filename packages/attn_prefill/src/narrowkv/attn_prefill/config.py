@@ -140,7 +140,7 @@ def _shipped_config(
         return PrefillConfig("decode", "every sequence has one query token")
 
     def widened(block_m: int, why: str) -> PrefillConfig:
-        plain = dense_config(target, shape, block_m, why, shape.head_dim > 128, plain_keys)
+        plain = dense_config(target, shape, block_m, why, plain_keys)
         pays = can_pipeline and _pipeline_pays(target, shape, block_m)
         return pipelined_config(target, shape, plain, formats[0]) if pays else plain
 
@@ -150,11 +150,11 @@ def _shipped_config(
             return widened(block_m, "as asked")
         if kernel == "split":
             return split_config(target, shape, (0, ANY_LEN), block_m, "as asked")
-        return fused_config(target, shape, block_m, "as asked", shape.head_dim > 128)
+        return fused_config(target, shape, block_m, "as asked")
     if not scratch_fits:
         why = "scratch for widened keys would exceed the limit; max_kv_tokens tightens the bound"
         return _with_few(target, shape, formats, None, classes, lambda block_m: fused_config(
-            target, shape, block_m, why, shape.head_dim > 128
+            target, shape, block_m, why
         ))  # fmt: skip
     name = "pipelined" if can_pipeline else "dense"
     why = "its sequences have so many rows that keys are widened beforehand"
@@ -241,12 +241,11 @@ def _fp8_config(
         # Model, 12 rows over 2k keys: HBM is busy for 100% of the time, beside the kernel "fused" 17%.
         return PrefillConfig("decode", "every sequence has one query token", fp8=operand)
     _check_fp8_width(shape)
-    large_head = shape.head_dim > 128
     block_m = _fp8_block_m(target, shape)
     tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
     if kernel == "dense" or (kernel is None and not target.is_nvidia and scratch_fits and tiles >= 2):
         why = f"each key tile serves {tiles} tiles of rows, so it is gathered once beforehand"
-        config = replace(dense_config(target, shape, block_m, why, large_head, plain_keys), fp8=operand)
+        config = replace(dense_config(target, shape, block_m, why, plain_keys), fp8=operand)
         if target.name == "gfx950" and config.block_n == 64:
             if TRITON >= (3, 9):
                 # Without the option the compiler takes so many registers that a SIMD holds one wave.
@@ -256,7 +255,7 @@ def _fp8_config(
         if config.ping_pong is not None:
             config = replace(config, ping_pong=replace(config.ping_pong, fp8=operand))
         return config
-    base = fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", large_head)
+    base = fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is")
     options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill scalars
     return replace(base, block_n=_fp8_block_n(target), fp8=operand, options=options)
 
@@ -314,7 +313,6 @@ def choose_append_config(
     if kernel is not None:
         check_choice("kernel", kernel, APPEND_KERNELS)
     _check_formats(formats)
-    large_head = shape.head_dim > 128
     if fp8_compute:
         if len(set(formats)) > 1 or not formats[0].startswith("fp8_"):
             raise UnsupportedError(
@@ -326,9 +324,7 @@ def choose_append_config(
         operand = fp8_operand(target, formats[0])
         _check_fp8_width(shape)
         block_m = _fp8_block_m(target, shape)
-        base = fused_config(
-            target, shape, block_m, "FP8 matrix units take the old tokens as they are", large_head
-        )
+        base = fused_config(target, shape, block_m, "FP8 matrix units take the old tokens as they are")
         options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill
         return replace(base, block_n=_fp8_block_n(target), fp8=operand, options=options)
     exact = formats[0] not in ("bf16", "fp16") or formats[0] == q_format
@@ -346,13 +342,13 @@ def choose_append_config(
 
     def fused(block_m: int) -> PrefillConfig:
         why = "as asked" if kernel else f"the alternative needs {lacks}"
-        base = fused_config(target, shape, block_m, why, large_head)
+        base = fused_config(target, shape, block_m, why)
         # Two loops share the registers: 32 keys spill on gfx942.
         return replace(base, block_n=16 if target.is_amd else base.block_n)
 
     def widened(block_m: int) -> PrefillConfig:
         why = "as asked" if kernel else "its sequences have so many rows that keys are widened beforehand"
-        plain = dense_config(target, shape, block_m, why, large_head, plain_keys)
+        plain = dense_config(target, shape, block_m, why, plain_keys)
         plain = replace(plain, kernel="append_then_attend")
         if plain.ping_pong is not None:
             plain = replace(plain, ping_pong=replace(plain.ping_pong, kernel="append_then_attend"))

@@ -51,8 +51,7 @@ from narrowkv.attn_prefill.tiles import (
     widen_options,
 )
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.paged_cache.binding import BoundCache, multiplied_parts, widening_power
-from narrowkv.paged_cache.bound_table import BoundTable
+from narrowkv.paged_cache.binding import BoundCache, BoundTable, multiplied_parts, widening_power
 from narrowkv.paged_cache.kernels.pages import Table
 from narrowkv.paged_cache.rope import rope_pointers
 from narrowkv.paged_cache.storing import Store

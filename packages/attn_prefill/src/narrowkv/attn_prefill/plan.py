@@ -28,8 +28,7 @@ from narrowkv.attn_prefill.memory import MemorySizes, allocate
 from narrowkv.attn_prefill.settings import PrefillSettings
 from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.paged_cache.binding import BoundCache
-from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
+from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope, metadata_of
 from narrowkv.quant.device import widening_exponent
@@ -42,7 +41,6 @@ from narrowkv.runtime.errors import (
 from narrowkv.runtime.launch import BoundLaunch, PreparedCall, active_target, executor, is_compiled
 from narrowkv.runtime.operation import Operation, Prepared, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
-from narrowkv.runtime.untried import compare_first_call
 
 _LOG2E = math.log2(math.e)
 _NOTHING: dict[str, Any] = {}
@@ -279,11 +277,7 @@ class PrefillPlan(PrefillSettings):
         if given.validate is None and self.scratch_fits is not None and self.device.type == "cpu":
             most = replace(self.shape, num_tokens=len(given.q))
             check_bounds(most, given.page_table, given.cu_seqlens_q)
-        if call is None:
-            self.calls.keep(signature, prepared)
-            if self.target.is_untried and executor() is None:
-                compare_first_call(self, given)
-        return prepared
+        return self.prepared(signature, prepared, given) if call is None else prepared
 
     def _check(self, bound: BoundCache, given: Arguments) -> CheckedPrefill:
         """Checks everything but the plan's maxima."""

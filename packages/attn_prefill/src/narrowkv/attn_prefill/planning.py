@@ -22,8 +22,8 @@ from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.attn_prefill.settings import SCRATCH_LIMIT_BYTES
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.cache import CACHE_KINDS, fp4_scales, kind_of_cache
 from narrowkv.paged_cache.descales import check_exponent
-from narrowkv.paged_cache.kinds import CACHE_KINDS, fp4_scales, kind_of_cache
 from narrowkv.paged_cache.storing import store_of
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import Workspace, active_target, is_compiled

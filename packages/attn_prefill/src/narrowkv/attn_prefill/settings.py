@@ -20,7 +20,7 @@ from narrowkv.paged_cache.binding import BoundCache, bind_cache
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.identity import ByIdentity
-from narrowkv.runtime.launch import PreparedCall, Workspace, block_bytes
+from narrowkv.runtime.launch import Workspace, block_bytes
 from narrowkv.runtime.operation import Bounded, Plan
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ class PrefillSettings(Plan):
     _configs: Bounded[PrefillConfig] = field(init=False, repr=False, default_factory=partial(Bounded, 4096))
     _memories: dict[PrefillConfig, LaunchMemory] = field(init=False, repr=False, default_factory=dict)
     # Launches of calls with the same metadata, whatever their sizes.
-    _layouts: Bounded[PreparedCall] = field(init=False, repr=False, default_factory=partial(Bounded, 4096))
     _caches: ByIdentity[BoundCache] = field(init=False, repr=False, default_factory=ByIdentity)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

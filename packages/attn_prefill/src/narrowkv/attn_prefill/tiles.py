@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from narrowkv.attn_prefill.shapes import WIDE_HEAD, PrefillConfig, PrefillShape, scratch_block
+from narrowkv.runtime.choices import ConfigRow, choice_for
 from narrowkv.runtime.launch import LaunchOptions
-from narrowkv.runtime.targets import TARGETS, Target, least_columns
+from narrowkv.runtime.targets import TARGETS, Target
 
 # Keys of a 16-bit cache stay in their pages where this many tiles of rows read them at most, and from so many
 # keys on: copies of 16 rows cost attention 5 %, and widening takes 40 % less. H100, bf16 cache, pages of 16:
@@ -16,12 +18,122 @@ _KEYS_IN_PAGES = 8192
 # Warps of a kernel that reads pages which a compute unit holds at once: sm90 at 255 registers, CDNA two waves
 # on each of four SIMDs.
 _RESIDENT_WARPS = 8
-# Heads wider than 256 on NVIDIA, in tiles of 16 rows by 16 keys; 32 keys spill 16 to 40 bytes over bf16 and
-# over FP8 keys with FP4 values. Without the limit the compiler stops at 128 registers for some, and spills.
-_WIDE_IN_PAGES = LaunchOptions(num_warps=8, num_stages=2, maxnreg=224)
 # gfx950 issues packed float32 arithmetic only while the matrix unit is idle.
 _NO_PACKED_FP32 = "target-features=-packed-fp32-ops"
 _ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
+_LARGE_HEAD, _WIDER = range(129, 1 << 30), range(WIDE_HEAD + 1, 1 << 30)
+
+
+@dataclass(frozen=True)
+class PrefillTile:
+    """Keys of a tile, compiler options, and rows where the hardware takes no others than these."""
+
+    block_n: int
+    options: LaunchOptions
+    block_m: int = 0
+
+
+def _options(num_warps: int, num_stages: int, maxnreg: int | None = None, **others: Any) -> LaunchOptions:
+    return LaunchOptions(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg, **others)
+
+
+def _cdna(nonkdim: int, num_stages: int = 1, **others: Any) -> LaunchOptions:
+    return _options(4, num_stages, matrix_instr_nonkdim=nonkdim, kpack=2, **others)
+
+
+_WIDE_IN_PAGES = (
+    "32 keys spill 16 to 40 bytes over bf16 and over FP8 keys with FP4 values, 32 rows spill. Without the "
+    "limit the compiler stops at 128 registers for some, and spills"
+)
+
+# Attention over widened keys on NVIDIA. Facts of this table and the next two: vendor, block_m, head_dim,
+# v_narrow (V has fewer channels than K).
+DENSE_ROWS = (
+    ConfigRow({"head_dim": _WIDER, "block_m": 16}, PrefillTile(32, _options(8, 2))),
+    ConfigRow({"head_dim": _WIDER}, PrefillTile(32, _options(8, 2), block_m=32)),
+    ConfigRow({"head_dim": _LARGE_HEAD, "block_m": (64, 128)}, PrefillTile(64, _options(8, 2)),
+        "Two stages of 64 keys of 256 channels take 160 of 227 KB. H200, FP4, 16/8 heads, 1k over 4k: 322 "
+        "us, one stage 417, three of 32 keys 380"),
+    ConfigRow({"head_dim": _LARGE_HEAD}, PrefillTile(32, _options(8, 3))),
+    ConfigRow({}, PrefillTile(64, _options(4, 3)),
+        "H200, 1k new over 4k, 96/8 heads: 64 x 64 at 4 warps and 3 stages 462 us, 2 stages 510, 64 x 32 "
+        "509, 128 x 64 at 8 warps 529, 64 x 128 632; by pointers and not descriptors 481"),
+)  # fmt: skip
+
+# Kernel "split" on NVIDIA.
+SPLIT_ROWS = (
+    ConfigRow({"head_dim": _WIDER}, PrefillTile(16, _options(8, 2, 224), block_m=16), _WIDE_IN_PAGES),
+    ConfigRow({"v_narrow": True, "block_m": 64}, PrefillTile(64, _options(8, 2), block_m=32),
+        "192 and 128 channels: these spill 8 bytes at most, 64 rows over bf16 304, and 144 in 4 warps; 32 "
+        "rows of 4 warps spill 128 in an append to FP8"),
+    ConfigRow({"head_dim": _LARGE_HEAD, "block_m": 64}, PrefillTile(64, _options(8, 1)),
+        "H200, 16/8 heads, FP8, 128 over 4k: 64 keys and one stage 88 us, 32 keys and two 121"),
+    ConfigRow({"head_dim": _LARGE_HEAD}, PrefillTile(64, _options(2, 1))),
+    ConfigRow({"block_m": 16}, PrefillTile(32, _options(1, 3))),
+    ConfigRow({}, PrefillTile(64, _options(4, 3))),
+)  # fmt: skip
+
+# Attention that widens keys in its loop, on NVIDIA and on a CPU, where the interpreter pays by the tile, not
+# by the key. Tiles of warpgroups have 64 keys: see `least_columns`.
+FUSED_ROWS = (
+    ConfigRow({"vendor": "nvidia", "head_dim": _WIDER}, PrefillTile(16, _options(8, 2, 224), block_m=16),
+        _WIDE_IN_PAGES),
+    ConfigRow({"vendor": "nvidia", "head_dim": _LARGE_HEAD, "block_m": 64}, PrefillTile(64, _options(8, 2)),
+        "H200, FP4, 16/8 heads of 256, 128 over 4k: 64 keys 129 us, 32 keys 148"),
+    ConfigRow({"head_dim": _LARGE_HEAD, "block_m": 64}, PrefillTile(32, _options(8, 2))),
+    ConfigRow({"head_dim": _LARGE_HEAD}, PrefillTile(32, _options(4, 2))),
+    ConfigRow({}, PrefillTile(64, _options(4, 2))),
+)  # fmt: skip
+
+# Kernel "pipelined": two warpgroups of 64 rows. Facts: head_dim, short (at most 1024 keys).
+PIPELINED_ROWS = (
+    ConfigRow({"head_dim": _LARGE_HEAD}, PrefillTile(64, _options(4, 2)), "192 of 227 KB of shared memory"),
+    ConfigRow({"short": True}, PrefillTile(64, _options(4, 3)),
+        "Less of a tile is masked, and less code is cold. H100, 1k over 0, tiles of 128 and 64: 96/8 heads "
+        "65.3 and 64.1 us (FP8 cache), 65.8 and 64.0 (bf16), 32/8 heads 33.0 and 30.6 (FP8)"),
+    ConfigRow({"head_dim": 64}, PrefillTile(128, _options(4, 4)),
+        "H200, 64/8 heads, 8k over none: 1213 us, two stages 1311"),
+    ConfigRow({}, PrefillTile(128, _options(4, 2)),
+        "H100, 512 over 1536, 32/8 heads, 39.3 us and, with tiles of 64, 40.9; 1k over 4k, 96/8 heads, 340 "
+        "and 378"),
+)  # fmt: skip
+
+# Attention over widened keys on CDNA, by `narrowkv inspect model --case`, hot loop, model TFLOP/s at 96/8
+# heads. Tiles of 128 rows have 64 keys where `plain` and splits allow it (`_amd_dense_config`); figures that
+# name no keys are of those. In brackets 64 x 32 with 16 x 16 instructions, one stage and registers for two
+# waves a SIMD. Facts: target, head_dim, tall (128 rows), plain (no factors of single keys; Q is one term).
+CDNA_DENSE_ROWS = (
+    ConfigRow({"head_dim": _LARGE_HEAD}, PrefillTile(16, _options(4, 1, matrix_instr_nonkdim=16))),
+    ConfigRow({"target": "gfx950", "tall": True, "plain": True, "head_dim": 64},
+        PrefillTile(32, _cdna(32, num_stages=2, llvm_fn_attrs=_ITERATIVE_ILP)),
+        "head_dim 64 932 (482), without iterative-ilp 867"),
+    ConfigRow({"target": "gfx950", "tall": True}, PrefillTile(32, _cdna(32, num_stages=2)),
+        "Plain 1087 (482), soft cap 307 (300); one stage 706, a third stage and 256 rows nothing; "
+        "iterative-ilp 1043. 32 keys: descale of each key 453 (346, 328), three splits 905 (827, 492)"),
+    ConfigRow({"target": "gfx950"}, PrefillTile(32, _cdna(16, num_stages=2)),
+        "Tiles of 64 rows 482 -> 786 by the second stage"),
+    ConfigRow({"tall": True, "plain": True}, PrefillTile(32, _cdna(32, llvm_fn_attrs=_ITERATIVE_ILP)),
+        "gfx942: plain 521 (375), head_dim 64 422 (289), soft cap 220 (254), window 529 (363); without "
+        "iterative-ilp 334. A second stage adds LDS bank conflicts: 128 x 32 with one stage 460, with two "
+        "355. Storing V transposed changes nothing (521). Three splits, 32 keys 458 (371, 366). The tiles "
+        "take 272 registers and one wave a SIMD under Triton 3.8, 248 and two under 3.9; see "
+        "docs/amd-timing.md for what was tried"),
+    ConfigRow({"tall": True}, PrefillTile(32, _cdna(32)),
+        "gfx942: descale of each key 293 (with 64 keys 319, but spills beside a cap and a window; before "
+        "246), fp16 queries over bf16 501 (437, 475). Beside factors of keys iterative-ilp gains 2%, and "
+        "crashes the compiler of Triton 3.8"),
+    ConfigRow({"plain": True}, PrefillTile(32, _cdna(16, waves_per_eu=2, llvm_fn_attrs=_ITERATIVE_ILP)),
+        "gfx942: tiles of 64 rows 375 -> 396 by `kpack` and iterative-ilp"),
+    ConfigRow({}, PrefillTile(32, _cdna(16, waves_per_eu=2))),
+)  # fmt: skip
+
+
+def _tile_facts(target: Target, shape: PrefillShape, block_m: int) -> dict[str, Any]:
+    """What the tables for NVIDIA and a CPU name of a call."""
+    return {
+        "vendor": target.vendor, "block_m": block_m, "head_dim": shape.head_dim,
+        "v_narrow": shape.v_head_dim > 0,
+    }  # fmt: skip
 
 
 def tuned_as(target: Target) -> Target:
@@ -109,36 +221,26 @@ def choose_splits(target: Target, programs: int, key_tiles: int, resident: int =
     return min(range(1, max(1, most) + 1), key=cost)
 
 
-def dense_config(
-    target: Target, shape: PrefillShape, block_m: int, why: str, large_head: bool, plain: bool
-) -> PrefillConfig:
+def dense_config(target: Target, shape: PrefillShape, block_m: int, why: str, plain: bool) -> PrefillConfig:
     """Tiles and options of attention over widened keys.
 
     plain: no factors of single keys, and Q is one term.
     """
     if target.is_wave32:
-        return replace(fused_config(target, shape, block_m, why, large_head), kernel="dense")
+        return replace(fused_config(target, shape, block_m, why), kernel="dense")
     if tuned_as(target).is_amd:
         return _amd_dense_config(tuned_as(target), shape, block_m, why, plain)
-    # H200, 1k new over 4k, 96/8 heads: 64 x 64 at 4 warps and 3 stages 462 us, 2 stages 510, 64 x 32 509,
-    # 128 x 64 at 8 warps 529, 64 x 128 632; by pointers and not descriptors 481.
-    block_n = max(32, least_columns(target, block_m)) if large_head else 64
-    # Two stages of 64 keys of 256 channels take 160 of 227 KB. H200, FP4, 16/8 heads, 1k over 4k: 322 us, one
-    # stage 417, three of 32 keys 380.
-    options = LaunchOptions(
-        num_warps=8 if large_head else 4, num_stages=2 if large_head and block_n == 64 else 3
-    )
-    if shape.head_dim > WIDE_HEAD:
-        block_m, block_n, options = min(block_m, 32), 32, LaunchOptions(num_warps=8, num_stages=2)
+    tile = choice_for(DENSE_ROWS, _tile_facts(target, shape, block_m))
+    block_m, block_n = tile.block_m or block_m, tile.block_n
     splits = choose_splits(
         target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n)
     )
     # The extra round costs a tile. H200, base and overlapped: 1k over 0 78 and 86 us, 1k over 4k 444 and 443,
     # 128 over 32k in 4 splits 469 and 439.
     # Tiles of few rows always have it, so that tables of any width compile the same kernels.
-    overlap = target.is_nvidia and not large_head and (shape.max_seq_len >= 4096 or block_m < 64)
+    overlap = target.is_nvidia and shape.head_dim <= 128 and (shape.max_seq_len >= 4096 or block_m < 64)
     return PrefillConfig(
-        "dense", why, block_m, block_n, num_splits=splits, overlap=overlap, options=options,
+        "dense", why, block_m, block_n, num_splits=splits, overlap=overlap, options=tile.options,
         tma=target.name == "sm90" and shape.head_dim <= WIDE_HEAD,
         scratch_block=scratch_block(shape.head_dim),
     )  # fmt: skip
@@ -147,22 +249,7 @@ def dense_config(
 def _amd_dense_config(
     target: Target, shape: PrefillShape, block_m: int, why: str, plain: bool
 ) -> PrefillConfig:
-    """Tiles and options on CDNA, by `narrowkv inspect model --case`, hot loop, model TFLOP/s at 96/8 heads.
-
-    128 rows, 32 x 32 matrix instructions, 64 keys a tile; in brackets 64 x 32 with 16 x 16 instructions, one
-    stage and registers for two waves a SIMD. gfx942: plain 521 (375), head_dim 64 422 (289), soft cap 220
-    (254), window 529 (363). gfx950: plain 1087 (482), head_dim 64 932 (482), soft cap 307 (300).
-    32 keys a tile where more numbers are held for each row or key: gfx942, descale of each key 293 (with 64
-    keys 319, but spills beside a cap and a window; before 246), three splits 458 (371, 366), fp16 queries
-    over bf16 501 (437, 475); gfx950, descale of each key 453 (346, 328), three splits 905 (827, 492).
-
-    On gfx942 a second stage adds LDS bank conflicts: 128 x 32 with one stage 460, with two 355. Storing V
-    transposed changes nothing there (521). On gfx950 the second stage is worth 706 -> 1087, a third stage and
-    256 rows nothing. LLVM's strategy iterative-ilp: gfx942 334 -> 521, gfx950 1087 -> 1043, at head_dim 64
-    867 -> 932; under Triton 3.8 it crashes the compiler beside factors of keys, where it gains 2%. On gfx942
-    the tiles take 272 registers and one wave a SIMD under Triton 3.8, 248 and two under 3.9; see
-    docs/amd-timing.md for what was tried. Tiles of 64 rows: gfx942 375 -> 396 by `kpack` and the strategy,
-    gfx950 482 -> 786 by the second stage.
+    """Tiles and options on CDNA.
 
     plain: no factors of single keys, and Q is one term.
     """
@@ -174,23 +261,17 @@ def _amd_dense_config(
     large = large and shape.row_tiles(128) * shape.num_kv_heads >= compute_units_of(target)
     block_m = 128 if large else block_m
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
-    block_n = 16 if head_dim > 128 else 32
+    tile = choice_for(
+        CDNA_DENSE_ROWS, {"target": target.name, "head_dim": head_dim, "tall": large, "plain": plain}
+    )
+    block_n = tile.block_n
     splits = choose_splits(target, programs, -(-shape.max_seq_len // block_n))
     if large and plain and (splits == 1 or programs >= 2 * compute_units_of(target)):
         # Splits would fill the last round of programs better, but cost as much as that saves.
         block_n, splits = 64, 1
-    scheduled = plain and head_dim <= 128 and (not gfx950 or (large and head_dim == 64))
-    options = LaunchOptions(
-        num_warps=4,
-        num_stages=2 if gfx950 and head_dim <= 128 else 1,
-        waves_per_eu=2 if head_dim <= 128 and not large and not gfx950 else None,
-        matrix_instr_nonkdim=32 if large else 16,
-        kpack=2 if head_dim <= 128 else None,
-        llvm_fn_attrs=_ITERATIVE_ILP if scheduled else None,
-    )
     ahead = not gfx950 and head_dim <= 128
     config = PrefillConfig(
-        "dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options,
+        "dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=tile.options,
         xcd_rows=xcd_rows(target, shape, block_m), scratch_block=scratch_block(head_dim),
     )  # fmt: skip
     turns = gfx950 and shape.v_dim == head_dim == 128 and plain and splits == 1 and rows >= 256
@@ -221,17 +302,10 @@ def pipelined_config(
     Its programs begin where those that widen have left (`launch_pdl`; those of long appends do not). H100,
     32/8 heads: 1k over 0 29.8 us instead of 30.8 (FP8 cache), 128 over 4k 43.8 and 45.4 (FP8), 1k over 4k 136
     and 138 (bf16).
-
-    H100, 1k over 0, tiles of 128 and 64: 96/8 heads 65.3 and 64.1 us (FP8 cache), 65.8 and 64.0 (bf16),
-    32/8 heads 33.0 and 30.6 (FP8): less of a tile is masked, and less code is cold. 512 over 1536, 32/8
-    heads, 39.3 and 40.9, 1k over 4k, 96/8 heads, 340 and 378.
     """
     block_m = 128
-    block_n, stages = (64, 3) if shape.max_seq_len <= 1024 else (128, 2)
-    if shape.head_dim > 128:  # 192 of 227 KB of shared memory
-        block_n, stages = 64, 2
-    if shape.head_dim == 64 and block_n == 128:
-        stages = 4  # H200, 64/8 heads, 8k over none: 1213 us, two stages 1311
+    facts = {"head_dim": shape.head_dim, "short": shape.max_seq_len <= 1024}
+    tile = choice_for(PIPELINED_ROWS, facts)
     # Sequences fill their tiles but for a part of the last one. H200, 8/1 heads, 60 decodes and 4 x 512: 143
     # us for the call; with two splits, by the most tiles that there could be, 188.
     tiles = min(shape.row_tiles(block_m), -(-shape.num_tokens * shape.gqa_ratio // block_m))
@@ -242,13 +316,13 @@ def pipelined_config(
     return replace(
         plain,
         block_m=block_m,
-        block_n=block_n,
+        block_n=tile.block_n,
         num_splits=splits,
         overlap=True,
-        scratch_block=block_n,
+        scratch_block=tile.block_n,
         k_in_pages=k_format in ("bf16", "fp16") and seldom and shape.max_seq_len >= _KEYS_IN_PAGES,
-        fallback=replace(plain, scratch_block=block_n),
-        options=LaunchOptions(num_warps=4, num_stages=stages, launch_pdl=True),
+        fallback=replace(plain, scratch_block=tile.block_n),
+        options=replace(tile.options, launch_pdl=True),
     )
 
 
@@ -256,23 +330,12 @@ def split_config(
     target: Target, shape: PrefillShape, q_lens: tuple[int, int], block_m: int, why: str
 ) -> PrefillConfig:
     """Tiles and options of kernel "split", for sequences of `q_lens` query tokens."""
-    large_head = shape.head_dim > 128
     if target.is_nvidia:
-        block_n, options = 64, LaunchOptions(num_warps=4, num_stages=3)
-        if block_m == 16:
-            block_n, options = 32, LaunchOptions(num_warps=1, num_stages=3)
-        if large_head:
-            # H200, 16/8 heads, FP8, 128 over 4k: 64 keys and one stage 88 us, 32 keys and two 121.
-            block_n, options = 64, LaunchOptions(num_warps=8 if block_m == 64 else 2, num_stages=1)
-        if shape.v_head_dim and block_m == 64:
-            # 192 and 128 channels: these spill 8 bytes at most, 64 rows over bf16 304, and 144 in 4 warps; 32
-            # rows of 4 warps spill 128 in an append to FP8.
-            block_m, options = 32, LaunchOptions(num_warps=8, num_stages=2)
-        if shape.head_dim > WIDE_HEAD:
-            block_m, block_n, options = 16, 16, _WIDE_IN_PAGES
+        tile = choice_for(SPLIT_ROWS, _tile_facts(target, shape, block_m))
+        block_m, block_n, options = tile.block_m or block_m, tile.block_n, tile.options
     else:
         # A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
-        plain = fused_config(target, shape, block_m, why, large_head)
+        plain = fused_config(target, shape, block_m, why)
         block_m, block_n, options = plain.block_m, 16 if target.is_amd else 64, plain.options
     config = PrefillConfig(
         "split", why, block_m, block_n, q_lens=q_lens, as_decode=target.is_nvidia, options=options,
@@ -289,19 +352,14 @@ def _stored_block(target: Target, shape: PrefillShape) -> int:
     return 16 if target.is_nvidia and shape.head_dim > WIDE_HEAD else scratch_block(shape.head_dim)
 
 
-def fused_config(
-    target: Target, shape: PrefillShape, block_m: int, why: str, large_head: bool
-) -> PrefillConfig:
-    """Tiles and options of attention that widens keys in its loop.
-
-    A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
-    """
+def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str) -> PrefillConfig:
+    """Tiles and options of attention that widens keys in its loop; a CPU takes no target's tiles."""
     if target.is_amd:
         # Smaller tiles of rows spill scalar registers, as do 32 keys a tile beside the merge of splits.
         # 64 rows of 512 channels spill 95 vector registers on gfx942, 32 rows over bf16 27.
         block_m = 64 if shape.head_dim <= WIDE_HEAD else 16
         programs = shape.row_tiles(block_m) * shape.num_kv_heads
-        few_keys = large_head or target.is_wave32
+        few_keys = shape.head_dim > 128 or target.is_wave32
         block_n = 16 if few_keys or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
         # On gfx1250 four waves of 32 lanes spill scalars in appends.
         options = LaunchOptions(
@@ -311,11 +369,8 @@ def fused_config(
             matrix_instr_nonkdim=16,
         )
     else:
-        # H200, FP4, 16/8 heads of 256, 128 over 4k: 64 keys 129 us, 32 keys 148.
-        block_n = max(32, least_columns(target, block_m)) if large_head else 64
-        options = LaunchOptions(num_warps=8 if large_head and block_m == 64 else 4, num_stages=2)
-        if shape.head_dim > WIDE_HEAD and target.is_nvidia:  # 32 rows spill
-            block_m, block_n, options = 16, 16, _WIDE_IN_PAGES
+        tile = choice_for(FUSED_ROWS, _tile_facts(target, shape, block_m))
+        block_m, block_n, options = tile.block_m or block_m, tile.block_n, tile.options
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
     splits = choose_splits(target, programs, -(-shape.max_seq_len // block_n))
     return PrefillConfig(

@@ -16,7 +16,7 @@ from narrowkv.attn_prefill.planning import plan_without_memory
 from narrowkv.attn_prefill.settings import kind_of
 from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
-from narrowkv.paged_cache.kinds import fp4_scales
+from narrowkv.paged_cache.cache import fp4_scales
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import KernelSpec, RecordExecutor, Warmup, load_kernels, recording, warmup
 

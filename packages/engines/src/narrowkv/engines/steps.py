@@ -17,7 +17,7 @@ from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, plan_dec
 from narrowkv.attn_prefill import PrefillPlan, PrefillShape, batch_prefill
 from narrowkv.attn_prefill.planning import plan_without_memory
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
-from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
+from narrowkv.paged_cache.cache import CACHE_KINDS, kind_of_cache
 from narrowkv.runtime.launch import Workspace, active_target, executor
 from narrowkv.runtime.operation import Bounded
 

@@ -1,4 +1,4 @@
-"""A paged cache as the arguments of kernels that read it, found once for each cache and kind of kernel."""
+"""A paged cache and a page table as the arguments of kernels, found once for each of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.descales import CacheSide, static_scales
 from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
 from narrowkv.paged_cache.layouts import KVStrides
+from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.paged_cache.storing import Store, store_of
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.device import NATIVE, widen_route, widening_exponent
 from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import spans_of
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import Arg
-from narrowkv.runtime.spans import spans_of
+from narrowkv.runtime.operation import Bounded
 from narrowkv.runtime.targets import WARPGROUP_ROWS, Target, least_columns
 
 # Routes of widening: packed conversions in inline PTX; FP4 by way of bytes of FP8; FP4 by gfx950's own
@@ -27,6 +29,7 @@ PTX = "ptx"
 PTX8 = "ptx8"
 CDNA4 = "cdna4"
 ABSENT = Descale(None, 0, 0, 0)
+_INT32_MAX = 2**31 - 1
 
 
 class ReadOptions(NamedTuple):
@@ -117,7 +120,7 @@ class BoundCache:
 
 # By cache, and by what a plan's kernels read it as. An entry goes with its cache.
 _bound_caches: ByIdentity[dict[Any, BoundCache]] = ByIdentity()
-_numbers: dict[Any, int] = {}
+_cache_numbers: dict[Any, int] = {}
 _NO_TRANSFORM = KeyTransform(rotated=False)
 
 
@@ -153,7 +156,7 @@ def bind_cache(
     signature = (
         key, cache.k.device, cache.num_pages, cache.k_strides, cache.v_strides, cache.k_granularity,
         cache.v_granularity, cache.negative_zero_free, cache.needs_64_bit_addresses, *sequences,
-        cache.k.requires_grad or cache.v.requires_grad, None if store is None else store.kind,
+        cache.k.requires_grad or cache.v.requires_grad, None if store is None else store.plan,
         None if transform is None else (transform.rotated, *(x is None for x in static)),
         *(_kind_of(reading) for reading in readings.values()),
     )  # fmt: skip
@@ -163,7 +166,7 @@ def bind_cache(
     known[key] = BoundCache(
         readings, store, new, transform or _NO_TRANSFORM, transform is not None, cache.num_pages,
         cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static),
-        static_scales(cache), _numbers.setdefault(signature, len(_numbers)),
+        static_scales(cache), _cache_numbers.setdefault(signature, len(_cache_numbers)),
     )  # fmt: skip
     return known[key]
 
@@ -337,3 +340,98 @@ def multiplied_parts(target: Target, columns: int, parts: int) -> int:
         parts: `Stored.parts` of V.
     """
     return 1 if columns < least_columns(target, WARPGROUP_ROWS) * parts else parts
+
+
+class BoundTable(NamedTuple):
+    """A page table as the arguments of kernels.
+
+    Attributes:
+        ids, row, lens, num_ids, max_pages: see `Table`. `ids` has an element even if the table has none.
+        steps: strides of ids, row and lens, as `TableSteps` has them.
+        batch: sequences.
+        spans: addresses that the tensors take.
+        ranges, tree: `key_ranges` and `tree_mask` of the table, or None.
+        number: the same for all tables that ask for the same kernels and, with the same batch, pass the same
+            checks.
+    """
+
+    ids: torch.Tensor
+    row: torch.Tensor | int
+    lens: torch.Tensor
+    num_ids: int
+    max_pages: int
+    steps: tuple[int | None, int | None, int | None]
+    batch: int
+    spans: list[tuple[int, int]]
+    ranges: torch.Tensor | None
+    tree: torch.Tensor | None
+    number: int
+
+
+BOUND_TABLES: ByIdentity[BoundTable] = ByIdentity()
+_table_numbers: dict[Any, int] = {}
+# Of block tables of one shape: a bound one without its tensors, and the bytes that page ids and lengths span.
+_table_layouts: Bounded[tuple[tuple[Any, ...], int, int]] = Bounded(4096)
+
+
+def bind_table(table: PageTable) -> BoundTable:
+    """The page table as kernel arguments; `BOUND_TABLES` has it from then on.
+
+    Engines make a table in each step: a block table is looked at once for each shape.
+
+    Raises:
+        ValueError: it spans more page ids than kernels count.
+    """
+    ids, lens = table.page_ids, table.seq_lens
+    if lens is None or table.key_ranges is not None or table.tree_mask is not None:
+        return BOUND_TABLES.keep(table, _bound_table(table))
+    key = (
+        table.page_size, table.before_append, ids.shape, ids.stride(), ids.dtype, ids.device,
+        lens.shape, lens.stride(), lens.dtype, lens.device,
+    )  # fmt: skip
+    found = _table_layouts.get(key)
+    if found is None:
+        bound = _bound_table(table)
+        if ids.numel() and lens.numel():
+            (_, ids_end), (_, lens_end) = bound.spans
+            sizes = ids_end - ids.data_ptr(), lens_end - lens.data_ptr()
+            _table_layouts.keep(
+                key, ((bound.num_ids, bound.max_pages, bound.steps, bound.batch, bound.number), *sizes)
+            )
+        return BOUND_TABLES.keep(table, bound)
+    (num_ids, max_pages, steps, batch, number), ids_bytes, lens_bytes = found
+    first, begin = ids.data_ptr(), lens.data_ptr()
+    spans = [(first, first + ids_bytes), (begin, begin + lens_bytes)]
+    bound = BoundTable(ids, ids.stride(0), lens, num_ids, max_pages, steps, batch, spans, None, None, number)
+    return BOUND_TABLES.keep(table, bound)
+
+
+def _bound_table(table: PageTable) -> BoundTable:
+    ids, indptr = table.page_ids, table.kv_indptr
+    lens = table.kv_last_page_len if table.seq_lens is None else table.seq_lens
+    assert lens is not None
+    num_ids = 1 + sum((size - 1) * stride for size, stride in zip(ids.shape, ids.stride(), strict=True))
+    if num_ids > _INT32_MAX:
+        raise ValueError(
+            f"page_table must span fewer than 2**31 page ids, got shape {tuple(ids.shape)} with strides "
+            f"{ids.stride()}"
+        )
+    steps = step_of(ids), None if indptr is None else step_of(indptr), step_of(lens)
+    signature = (
+        table.kind, table.page_size, table.before_append, steps, ids.device, ids.dtype, lens.dtype,
+        lens.dim(), lens.device, ids.shape[-1] == 0,
+        None if indptr is None else (indptr.dtype, indptr.device),
+        None if table.key_ranges is None else table.key_ranges.shape[1:],
+        None if table.tree_mask is None else (table.tree_mask.shape[1:], table.tree_mask.dtype),
+    )  # fmt: skip
+    return BoundTable(
+        ids if ids.numel() else ids.new_zeros(1, 1),
+        ids.stride(0) if indptr is None else indptr, lens, max(num_ids, 1), ids.shape[-1], steps,
+        lens.shape[0], spans_of(ids, lens, indptr, table.key_ranges, table.tree_mask), table.key_ranges,
+        table.tree_mask, _table_numbers.setdefault(signature, len(_table_numbers)),
+    )  # fmt: skip
+
+
+def step_of(tensor: torch.Tensor) -> int | None:
+    """The stride of the last dimension, or None for 1, as `Table` has it."""
+    return None if tensor.shape[-1] < 2 or tensor.stride(-1) == 1 else tensor.stride(-1)

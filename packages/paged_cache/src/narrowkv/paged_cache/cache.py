@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,8 +34,14 @@ from narrowkv.paged_cache.layouts import (
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import check_storage, get_format
 from narrowkv.quant.rounding import decode
-from narrowkv.runtime.errors import check_choice, check_positive_int, check_same_device, check_tensor
-from narrowkv.runtime.spans import span_bytes
+from narrowkv.runtime.errors import (
+    check_choice,
+    check_positive_int,
+    check_same_device,
+    check_tensor,
+    span_bytes,
+)
+from narrowkv.runtime.identity import ByIdentity
 
 if TYPE_CHECKING:
     from narrowkv.paged_cache.page_table import PageTable
@@ -407,3 +413,31 @@ class PagedKVCache:
     def tokens_per_gib(self) -> int:
         """Tokens that one GiB holds."""
         return int(2**30 / self.bytes_per_token())
+
+
+CACHE_KINDS: ByIdentity[int] = ByIdentity()
+_kind_numbers: dict[Any, int] = {}
+
+
+def kind_of_cache(cache: PagedKVCache) -> int:
+    """The same number for caches of one device, format, shape of pages and granularities of descales.
+
+    `CACHE_KINDS` has it from then on.
+    """
+    kind = (
+        cache.format, cache.head_dim, cache.v_head_dim, cache.num_kv_heads, cache.page_size,
+        cache.k_granularity, cache.v_granularity, *(side.group for side in cache.sides()), cache.k.device,
+    )  # fmt: skip
+    return CACHE_KINDS.keep(cache, _kind_numbers.setdefault(kind, len(_kind_numbers)))
+
+
+def fp4_scales(cache: PagedKVCache) -> dict[str, Any]:
+    """`scale_group` and `scale_format` of a cache, as `plan_decode` takes them with a shape."""
+    fp4 = [side for side in cache.sides() if side.format == "fp4_e2m1"]
+    if not fp4:
+        return {}
+    e4m3 = any(isinstance(side.descale, torch.Tensor) and side.descale.dtype != torch.uint8 for side in fp4)
+    return {
+        "scale_group": max(side.group for side in fp4) or None,
+        "scale_format": "e4m3" if e4m3 else "e8m0",
+    }

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from narrowkv.paged_cache.append import check_append
 from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.checks import check_append
 from narrowkv.paged_cache.convert import quantise_tokens
+from narrowkv.paged_cache.options import StoreArguments
 from narrowkv.paged_cache.rope import Rope
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.paged_cache.options import StoreOptions
 
 
 def apply_rope_reference(k: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -30,20 +38,17 @@ def append_reference(
     k_new: torch.Tensor,
     v_new: torch.Tensor,
     slot_mapping: torch.Tensor,
-    *,
-    rope: Rope | None = None,
-    k_offset: torch.Tensor | None = None,
-    q: torch.Tensor | None = None,
-    exponent: str = "mse",
-    validate: bool | None = None,
+    **options: Unpack[StoreOptions],
 ) -> None:
     """`append` with torch operations, token by token; the same arguments and effect."""
-    check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, q, exponent, validate)
+    given = StoreArguments(cache, k_new, v_new, slot_mapping, **options)
+    check_append(given)
+    rope, q, exponent = given.rope, given.q, given.exponent
     if q is not None and rope is not None:
         q.copy_(apply_rope_reference(q, rope))
     k = k_new.float() if rope is None else apply_rope_reference(k_new, rope)
-    if k_offset is not None:
-        k = k - k_offset
+    if given.k_offset is not None:
+        k = k - given.k_offset
     if cache.key_transform is not None:
         k = cache.key_transform.keys(k)
     slots = [

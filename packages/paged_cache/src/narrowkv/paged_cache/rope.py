@@ -17,10 +17,10 @@ from narrowkv.runtime.errors import (
     check_no_grad,
     check_same_device,
     check_shape,
+    spans_of,
 )
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import named_values
-from narrowkv.runtime.spans import spans_of
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 

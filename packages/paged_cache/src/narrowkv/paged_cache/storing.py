@@ -1,37 +1,174 @@
-"""How tokens are stored in a cache: what an append kernel is compiled for, and its pointers."""
+"""Storing tokens in caches: the plans of `append`, and caches as kernels write to them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.checks import check_append, check_stores, rows_meet, written_tensors
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, CacheSide, static_scales
-from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens
+from narrowkv.paged_cache.kernels.append import (
+    QUERY_HEADS,
+    DescalePointers,
+    NewTokens,
+    Queries,
+    _append_kernel,
+)
 from narrowkv.paged_cache.kernels.pages import KVPointers
+from narrowkv.paged_cache.options import APPEND, StoreArguments
+from narrowkv.paged_cache.rope import (
+    BOUND_ROPES,
+    BoundRope,
+    Rope,
+    bind_rope,
+    metadata_of,
+    rope_constants,
+    rope_pointers,
+)
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
-from narrowkv.runtime.errors import (
-    byte_span,
-    check_instance,
-    check_no_grad,
-    has_memory,
-)
+from narrowkv.runtime.errors import byte_span, check_instance, has_memory
 from narrowkv.runtime.identity import ByIdentity
-from narrowkv.runtime.launch import named, named_values
+from narrowkv.runtime.launch import Arg, LaunchOptions, PreparedCall, launch_by_name, named, named_values
+from narrowkv.runtime.operation import Bounded, Operation, Plan, Prepared, spans_of_arguments
+from narrowkv.runtime.scales import check_scales
+from narrowkv.runtime.targets import device_target
+
+_OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
+_NOTHING: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class PreparedStore(Prepared):
+    """A checked append.
+
+    Attributes:
+        apart: distances in bytes from queries to K and V at which they were found not to share memory.
+
+    The other attributes are those of `Prepared`.
+    """
+
+    apart: Bounded[bool] = field(default_factory=partial(Bounded, 256))
+
+    def queries_meet(self, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor) -> bool:
+        """Whether queries share memory with new tokens."""
+        begin = q.data_ptr()
+        distances = k_new.data_ptr() - begin, v_new.data_ptr() - begin
+        if distances in self.apart:
+            return False
+        met = rows_meet(q, k_new) or rows_meet(q, v_new)
+        if not met:
+            self.apart.keep(distances, True)
+        return met
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StorePlan(Plan):
+    """How tokens are stored in caches of one kind, the layers of a model; made with the first of them.
+
+    Attributes:
+        num_kv_heads: of the caches.
+        constants: names and values of `tl.constexpr` arguments.
+
+    The other attributes are those of `narrowkv.runtime.operation.Plan`.
+    """
+
+    operation: ClassVar[Operation] = APPEND
+    compared: ClassVar[bool] = False
+    most_calls: ClassVar[int] = 4096
+    num_kv_heads: int
+    constants: dict[str, Any] = field(repr=False)
+
+    def call(self, given: StoreArguments) -> None:
+        """`append` to a cache of this kind.
+
+        The first call with some shapes, dtypes, strides and options checks them. Calls that differ in the
+        number of tokens alone share a launch.
+        """
+        cache, k_new, v_new, slots, rope, k_offset, q, exponent, validate = given
+        store, turn = STORES[id(cache)], None if rope is None else BOUND_ROPES.get(id(rope))
+        try:
+            if rope is not None and turn is None:
+                turn = bind_rope(check_instance("rope", rope, Rope))
+            signature = (
+                exponent,
+                type(k_new), k_new.shape, k_new.stride(), k_new.dtype, k_new.device, k_new.requires_grad,
+                type(v_new), v_new.shape, v_new.stride(), v_new.dtype, v_new.device, v_new.requires_grad,
+                type(slots), slots.shape, slots.stride(), slots.dtype, slots.device,
+                None if turn is None else (turn.kind, turn.tokens),
+                None if k_offset is None else metadata_of(k_offset),
+                None
+                if q is None
+                else (type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad),
+            )  # fmt: skip
+            call = self.calls.get(signature)
+        except (AttributeError, TypeError):
+            check_append(given)  # says which argument is of another class
+            raise
+        if call is None or validate:
+            check_append(given)
+        if call is None:
+            call = self.calls.keep(signature, self._prepare(store, turn, given))
+        else:
+            taken = []
+            for index, size in call.inputs:
+                read: Any = given[index]
+                begin = read.data_ptr()
+                taken.append((begin, begin + size))
+            if store.meets(taken) or (q is not None and call.queries_meet(q, k_new, v_new)):
+                check_append(given)  # says what lies over what
+        if store.scales:
+            check_scales(store.scales, validate)
+        call.launches.run(
+            k_new_ptr=k_new, v_new_ptr=v_new, q_ptr=q, slots=slots, slot_step=slots.stride(0),
+            tokens=k_new.shape[0], num_slots=store.num_slots, k_balance=store.k_balance,
+            k_offset=store.k_offset if k_offset is None else k_offset,
+            **store.arguments, **(_NOTHING if turn is None else turn.arguments),
+        )  # fmt: skip
+
+    def _prepare(self, store: Store, turn: BoundRope | None, given: StoreArguments) -> PreparedStore:
+        """The launch of a checked call, which calls with other numbers of tokens share."""
+        k_new, v_new, q, rope, k_offset = given.k_new, given.v_new, given.q, given.rope, given.k_offset
+        tensors = (k_new, v_new, given.slot_mapping, q, k_offset)
+        key = (
+            given.exponent, None if turn is None else turn.kind,
+            *(None if x is None else (type(x), x.dtype, x.shape[1:], x.stride()) for x in tensors),
+        )  # fmt: skip
+        launches = self._layouts.get(key)
+        if launches is None:
+            constants = {**self.constants, **rope_constants(rope), "RULE": given.exponent}
+            offset = store.k_offset if k_offset is None else k_offset
+            structs: dict[str, Any] = {
+                "k_new": new_tokens(k_new), "v_new": new_tokens(v_new), "rope": rope_pointers(rope),
+                "q": Queries(None, 0, 0, 0, 0),
+            }  # fmt: skip
+            programs = self.num_kv_heads
+            if q is not None:
+                structs["q"] = Queries(q, q.stride(0), q.stride(1), q.shape[1], self.num_kv_heads)
+                programs += -(-q.shape[1] // QUERY_HEADS.value)
+            step = launch_by_name(
+                self.bind(_append_kernel, _OPTIONS, **constants), (Arg("tokens"), programs),
+                **store.named(), **{name: named(name, struct) for name, struct in structs.items()},
+                k_offset=None if offset is None else Arg("k_offset"),
+                k_balance=None if store.k_balance is None else Arg("k_balance"),
+                slot_mapping=Arg("slots"), slot_step=Arg("slot_step"), num_slots=Arg("num_slots"),
+            )  # fmt: skip
+            launches = self._layouts.keep(key, PreparedCall(None, [step]))
+        return PreparedStore(launches=launches, **spans_of_arguments(given))
 
 
 class Store(NamedTuple):
     """A cache as kernels write to it; made once for each cache, which is checked then.
 
     Attributes:
+        plan: of all caches with the same constants, heads, strides and device.
         k, v, k_descale, v_descale: kernel arguments.
-        row, v_row: shape of a token of K and of V.
-        device: where the cache is.
         num_slots: tokens that the cache holds.
-        constants: names and values of `tl.constexpr` arguments.
-        kind: a number that caches with the same constants, strides and device share.
         arguments: tensors and descales as values of a call, by name.
         k_offset, k_balance: of the cache's `key_transform`, or None.
         spans: byte addresses of what is written, each as `byte_span` gives it; hull: the least and the
@@ -39,16 +176,12 @@ class Store(NamedTuple):
         scales: scale tensors that are read and not written, by name.
     """
 
+    plan: StorePlan
     k: KVPointers
     v: KVPointers
     k_descale: DescalePointers
     v_descale: DescalePointers
-    row: tuple[int, int]
-    v_row: tuple[int, int]
-    device: torch.device
     num_slots: int
-    constants: tuple[tuple[str, Any], ...]
-    kind: int
     arguments: dict[str, Any]
     k_offset: torch.Tensor | None
     k_balance: torch.Tensor | None
@@ -56,14 +189,23 @@ class Store(NamedTuple):
     hull: tuple[int, int]
     scales: dict[str, torch.Tensor]
 
+    def meets(self, taken: Iterable[tuple[int, int]]) -> bool:
+        """Whether what an append writes lies over one of these ranges of addresses."""
+        met, (first, last) = False, self.hull
+        for begin, end in taken:
+            if begin < last and first < end:
+                for low, high in self.spans:
+                    met = met or (begin < high and low < end)
+        return met
+
     def named(self) -> dict[str, Any]:
         """Kernel arguments by the kernel's names, with an `Arg` for what `arguments` holds."""
-        return {name: named(f"new_{name}", struct) for name, struct in zip(_STRUCTS, self[:4], strict=True)}
+        return {name: named(f"new_{name}", getattr(self, name)) for name in _STRUCTS}
 
 
 STORES: ByIdentity[Store] = ByIdentity()
 _STRUCTS = ("k", "v", "k_descale", "v_descale")
-_kinds: dict[Any, int] = {}
+_plans: dict[Any, StorePlan] = {}
 
 
 def store_of(cache: PagedKVCache) -> Store:
@@ -78,23 +220,17 @@ def store_of(cache: PagedKVCache) -> Store:
 
 
 def _make_store(cache: PagedKVCache) -> Store:
-    for name, kind in (("k_descale", cache.k_granularity), ("v_descale", cache.v_granularity)):
-        if kind in ("page_head", "sequence_head"):
-            raise ValueError(
-                f"{name} must be per tensor, per head or per token-head to append, got {kind!r}: "
-                "a new token cannot change the descale of tokens that are stored already"
-            )
-    check_no_grad(k=cache.k, v=cache.v)
+    check_stores(cache)
     pointers: list[Any] = []
     for stored, strides in ((cache.k, cache.k_strides), (cache.v, cache.v_strides)):
         # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
         words = stored.view(torch.uint8) if stored.element_size() == 1 else stored
         pointers.append(KVPointers(words, strides.page, strides.token, strides.head, strides.outer))
-    constants = tuple(_side_constants(cache).items())
-    transform = cache.key_transform or KeyTransform(rotated=False)
-    constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
-    constants += (("V_HEAD_DIM", cache.v_head_dim), ("BUTTERFLIES", transform.butterflies(cache.head_dim)))
     pointers += map(_descale_pointers, cache.sides())
+    transform = cache.key_transform or KeyTransform(rotated=False)
+    constants = storage_constants(cache)
+    constants |= {"PAGE_SIZE": cache.page_size, "HEAD_DIM": cache.head_dim, "V_HEAD_DIM": cache.v_head_dim}
+    constants["BUTTERFLIES"] = transform.butterflies(cache.head_dim)
     # Strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
     metadata = tuple(
         value if not isinstance(value, torch.Tensor) else (value.dtype, value.dim())
@@ -102,44 +238,24 @@ def _make_store(cache: PagedKVCache) -> Store:
         for value in each
         if not isinstance(value, float)
     )
-    metadata += (transform.offset is not None, transform.balance is not None)
-    number = _kinds.setdefault((constants, metadata, cache.k.device), len(_kinds))
+    absent = transform.offset is None, transform.balance is None
+    device, heads = cache.k.device, cache.num_kv_heads
+    kind = (*constants.items(), metadata, absent, heads, device)
+    plan = _plans.get(kind)
+    if plan is None:
+        plan = _plans[kind] = StorePlan(
+            target=device_target(device), device=device, num_kv_heads=heads, constants=constants
+        )
     arguments: dict[str, Any] = {}
     for name, struct in zip(_STRUCTS, pointers, strict=True):
         arguments |= named_values(f"new_{name}", struct)
-    k, v, k_descale, v_descale = pointers
     spans = tuple(byte_span(x) for x in written_tensors(cache).values() if x.numel() and has_memory(x))
     hull = (min(low for low, _ in spans), max(high for _, high in spans)) if spans else (0, 0)
+    k, v, k_descale, v_descale = pointers
     return Store(
-        k,
-        v,
-        k_descale,
-        v_descale,
-        (cache.num_kv_heads, cache.head_dim),
-        (cache.num_kv_heads, cache.v_head_dim),
-        cache.k.device,
-        cache.num_pages * cache.page_size,
-        constants,
-        number,
-        arguments,
-        transform.offset,
-        transform.balance,
-        spans,
-        hull,
-        static_scales(cache),
-    )
-
-
-def written_tensors(cache: PagedKVCache) -> dict[str, torch.Tensor]:
-    """The tensors that an append writes: K, V and descales per token."""
-    written = {"cache.k": cache.k, "cache.v": cache.v}
-    for name, value, kind in (
-        ("cache.k_descale", cache.k_descale, cache.k_granularity),
-        ("cache.v_descale", cache.v_descale, cache.v_granularity),
-    ):
-        if isinstance(value, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES:
-            written[name] = value
-    return written
+        plan, k, v, k_descale, v_descale, cache.num_pages * cache.page_size, arguments, transform.offset,
+        transform.balance, spans, hull, static_scales(cache),
+    )  # fmt: skip
 
 
 def new_tokens(x: torch.Tensor) -> NewTokens:
@@ -147,12 +263,8 @@ def new_tokens(x: torch.Tensor) -> NewTokens:
     return NewTokens(x, x.stride(0), x.stride(1))
 
 
-def storage_constants(cache: PagedKVCache, exponent: str) -> dict[str, Any]:
+def storage_constants(cache: PagedKVCache) -> dict[str, Any]:
     """How a kernel quantises into this cache."""
-    return {**_side_constants(cache), "RULE": exponent}
-
-
-def _side_constants(cache: PagedKVCache) -> dict[str, Any]:
     constants: dict[str, Any] = {}
     for side, strides in zip(cache.sides(), (cache.k_strides, cache.v_strides), strict=True):
         fmt = get_format(side.format)

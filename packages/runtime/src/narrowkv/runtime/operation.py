@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 
 from narrowkv.runtime import errors
-from narrowkv.runtime.errors import check_instance
+from narrowkv.runtime.errors import check_instance, span_bytes
 from narrowkv.runtime.launch.options import LaunchOptions
-from narrowkv.runtime.launch.path import BoundLaunch
+from narrowkv.runtime.launch.path import BoundLaunch, executor
 from narrowkv.runtime.launch.prepared import Arg, Part, PreparedCall
 from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.launch.workspace import Block, Workspace, block_bytes
-from narrowkv.runtime.spans import span_bytes
 from narrowkv.runtime.targets import Target
-from narrowkv.runtime.untried import refuse_untried
+from narrowkv.runtime.untried import compare_first_call, refuse_untried
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _V = TypeVar("_V")
+_P = TypeVar("_P", bound="Prepared")
+_MOST_LAYOUTS = 4096
 SCRATCH = "scratch"  # the name of the memory that a call without a workspace allocates
 
 
@@ -94,13 +95,13 @@ class Operation:
         options: the `TypedDict` of its keywords: one list for the function, `run` of its plans, the reference
             and the operator.
         arguments: the `NamedTuple` of a call's arguments: tensors, structures, keywords with their defaults.
-        maker: the name of the function that makes its plans.
+        maker: the name of the function that makes its plans; "" if callers make none.
 
     Attributes:
         keywords: names of the keywords.
     """
 
-    def __init__(self, name: str, options: Any, arguments: Any, maker: str) -> None:
+    def __init__(self, name: str, options: Any, arguments: Any, maker: str = "") -> None:
         self.name, self.arguments, self.maker = name, arguments, maker
         self.keywords = frozenset(options.__annotations__)
 
@@ -140,7 +141,7 @@ def spans_of_arguments(given: Any, unread: Collection[str] = ()) -> dict[str, An
     """`inputs` and `outputs` of a `Prepared`: what the tensors among a call's arguments span.
 
     Args:
-        given: the arguments, a named tuple with `out` and `lse`.
+        given: the arguments, a named tuple.
         unread: names of tensors that no launch reads once a result is written.
     """
     sizes = {
@@ -174,19 +175,25 @@ class Plan:
 
     operation: ClassVar[Operation]  # that its calls carry out
     most_calls: ClassVar[int] = 256  # prepared calls that a plan keeps
+    # Whether first calls on a target that nothing has run are compared with the reference.
+    compared: ClassVar[bool] = True
     target: Target
     device: torch.device
     workspace: Workspace | None = field(repr=False, default=None)
     handle: str = field(init=False, repr=False)
     # Calls that were checked and prepared, by their signature.
     calls: Bounded[Any] = field(init=False, repr=False)
+    # Launches that calls of several sizes share.
+    _layouts: Bounded[PreparedCall] = field(init=False, repr=False)
     _bound: dict[Any, BoundLaunch] = field(init=False, repr=False)
     _scratch: dict[str, torch.Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Makes the plan known to operators, and divides its workspace."""
-        refuse_untried(type(self), self.target, self.device)
+        if self.compared:
+            refuse_untried(type(self), self.target, self.device)
         made: dict[str, Any] = {"handle": handle_of(self), "calls": Bounded(self.most_calls), "_bound": {}}
+        made["_layouts"] = Bounded(_MOST_LAYOUTS)
         blocks = {} if self.workspace is None else self.blocks()
         tensors = () if self.workspace is None else self.workspace.carve(list(blocks.values()))
         made["_scratch"] = dict(zip(blocks, tensors, strict=True))
@@ -241,7 +248,7 @@ class Plan:
             call: what was prepared.
             given: the arguments, with `out`, `lse` and `return_lse`.
             cache: addresses of a cache that is read; read: of other structures that are read.
-            store: what the call writes of the cache, with its `spans` and their `hull`; None if nothing.
+            store: what the call writes of the cache, with a method `meets` of spans; None if nothing.
 
         Raises:
             ValueError: the call would write to what it reads, or one result lies over the other.
@@ -252,13 +259,7 @@ class Plan:
             for index, size in call.inputs:
                 begin = given[index].data_ptr()
                 taken.append((begin, begin + size))
-            met = False
-            if store is not None:
-                first, last = store.hull
-                for begin, end in taken:
-                    if begin < last and first < end:
-                        for low, high in store.spans:
-                            met = met or (begin < high and low < end)
+            met = store is not None and store.meets(taken)
             taken += cache
             for result, size in ((out, call.outputs[0]), (lse, call.outputs[1])):
                 if result is None or not size:
@@ -276,6 +277,13 @@ class Plan:
             shape, dtype = call.lse
             lse = torch.empty(shape, dtype=dtype, device=self.device)
         return out, lse
+
+    def prepared(self, signature: Any, call: _P, given: Any) -> _P:
+        """Keeps a call that was prepared; on a target that nothing has run its results are compared first."""
+        self.calls.keep(signature, call)
+        if self.target.is_untried and executor() is None:
+            compare_first_call(self, given)
+        return call
 
     def refuse_overlap(self, given: Any) -> None:
         """Names what a call would write to and reads, if anything; `results` has found that spans meet."""

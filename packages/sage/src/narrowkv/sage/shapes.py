@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from narrowkv.quant.sage import TokenGroups
+from narrowkv.runtime.errors import span_bytes
 from narrowkv.runtime.operation import Bounded
-from narrowkv.runtime.spans import span_bytes
 from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.kernels import ALIGN
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from narrowkv.runtime.choices import ConfigRow, choice_for
 from narrowkv.runtime.errors import check_positive_int
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
@@ -168,14 +169,9 @@ def _splits_of_least_time(most: int, tiles: int, tile_time: float, partial_bytes
 
 
 @dataclass(frozen=True)
-class TileRow:
-    """Tile sizes and options for calls whose facts have the values that `when` names; see `SparseConfig`.
+class SparseTile:
+    """Tile sizes and options, see `SparseConfig`; where `heads` is None, they are those of `head_block`."""
 
-    Of a tuple of values any will do. The first row of a table that fits is the choice. `heads` of a tile are
-    those of `head_block` if it is None.
-    """
-
-    when: dict[str, Any]
     block_k: int
     options: LaunchOptions
     width: int = 64
@@ -184,17 +180,9 @@ class TileRow:
     heads: int | None = None
 
 
-def _first_row(rows: Sequence[TileRow], **facts: Any) -> TileRow:
-    """The first row that is for a call with these facts."""
-    for row in rows:
-        wanted = ((facts[name], value) for name, value in row.when.items())
-        if all(fact in value if isinstance(value, tuple) else fact == value for fact, value in wanted):
-            return row
-    raise ValueError(f"no row is for {facts}")
-
-
 _ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
 _TRITON_39 = TRITON >= (3, 9)
+_OF_FP8_ROWS = "amdgpu-sched-strategy=max-ilp" if _TRITON_39 else _ITERATIVE_ILP
 
 
 def _options(num_warps: int, num_stages: int, **others: Any) -> LaunchOptions:
@@ -207,54 +195,42 @@ def _amd(num_stages: int = 1, num_warps: int = 4, **others: Any) -> LaunchOption
 
 # The kernels for Hopper. Facts: kernel, heads of a tile, fine_scales (for fewer than 64 columns).
 _HOPPER_ROWS = (
-    # Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4.
-    # H200, 1024 tokens, top-k 2048, microseconds. 16-bit rows, 16 heads: the kernel for few heads 350, the
-    # plain one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266.
-    TileRow({"heads": 16}, 64, _options(4, 1), stages=3),
-    # H100, 32 heads over FP8 rows: with 512, 128, 32 and 8 tokens 304, 85, 43 and 30, the kernel for 64 heads
-    # 296, 85, 47 and 35. With scales for 32 columns, 128 tokens, 32 heads: 108, and 93 in the kernel for 64.
-    TileRow({"heads": 32, "fine_scales": False}, 64, _options(4, 1), stages=2),
-    # 64 heads. Q, two tiles and their numerators take 210 of 227 KB, and 226 with FP8 rows as stored; the
-    # accumulators need two warpgroups.
-    TileRow({"kernel": "16bit"}, 64, _options(8, 1), stages=2, heads=64),
-    TileRow({"kernel": "fused"}, 64, _options(4, 1), stages=2, heads=64),
-)
+    ConfigRow({"heads": 16}, SparseTile(64, _options(4, 1), stages=3),
+        "Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4. H200, 1024 "
+        "tokens, top-k 2048, microseconds. 16-bit rows, 16 heads: the kernel for few heads 350, the plain "
+        "one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266"),
+    ConfigRow({"heads": 32, "fine_scales": False}, SparseTile(64, _options(4, 1), stages=2),
+        "H100, 32 heads over FP8 rows: with 512, 128, 32 and 8 tokens 304, 85, 43 and 30, the kernel for 64 "
+        "heads 296, 85, 47 and 35. With scales for 32 columns, 128 tokens, 32 heads: 108, and 93 in the "
+        "kernel for 64"),
+    ConfigRow({"kernel": "16bit"}, SparseTile(64, _options(8, 1), stages=2, heads=64),
+        "64 heads. Q, two tiles and their numerators take 210 of 227 KB, and 226 with FP8 rows as stored; "
+        "the accumulators need two warpgroups"),
+    ConfigRow({"kernel": "fused"}, SparseTile(64, _options(4, 1), stages=2, heads=64)),
+)  # fmt: skip
 
 # The kernels of `kernels/cdna`, by the timing model: the loop's useful TFLOP/s with 8 waves. Names are
 # scheduling strategies of LLVM. 32 heads: gfx942 370 and 312, gfx950 510 and 488. With 16 heads the portable
 # kernel is as fast. Facts: target, kernel, two_sources, wide (more than 64 heads).
 _CDNA_ROWS = (
-    # gfx950, 64 heads: FP8 rows 735 with max-ilp (without 553, iterative-ilp spills, 32 rows 595; portable
-    # 264).
-    TileRow(
-        {"target": "gfx950", "kernel": "fused"},
-        64,
-        _options(8, 1, llvm_fn_attrs="amdgpu-sched-strategy=max-ilp" if _TRITON_39 else _ITERATIVE_ILP),
-        stages=2,
-    ),
-    # gfx950, more than 64 heads over two sources of 16-bit rows: tiles of 64 rows spill up to 13 registers,
-    # those of 32, whose loop takes 1.16 times as long, none.
-    TileRow(
-        {"target": "gfx950", "wide": True, "two_sources": True},
-        32,
-        _options(8, 1, llvm_fn_attrs=_ITERATIVE_ILP),
-        stages=3,
-    ),
-    # gfx950, 64 heads: 16-bit rows 694 with iterative-ilp (max-ilp 660; portable 265).
-    TileRow({"target": "gfx950"}, 64, _options(8, 1, llvm_fn_attrs=_ITERATIVE_ILP), stages=2),
-    # gfx942, 64 heads: FP8 rows 360 with max-ilp (without 362, but two sources spill; iterative-ilp 338; 4
-    # waves 310; portable 173). Two tiles of 32 rows do not fit in LDS. Under Triton 3.8 FP8 rows take
-    # iterative-ilp: with max-ilp up to 32 registers spill.
-    TileRow(
-        {"kernel": "fused"},
-        32,
-        _options(8, 1, llvm_fn_attrs="amdgpu-sched-strategy=max-ilp" if _TRITON_39 else _ITERATIVE_ILP),
-        stages=1,
-    ),
-    # gfx942, 64 heads: 16-bit rows 435 with iterative-ilp (396 without, max-ilp 419, 4 waves 367; the
-    # portable kernel 210).
-    TileRow({"kernel": "16bit"}, 32, _options(8, 1, llvm_fn_attrs=_ITERATIVE_ILP), stages=1),
-)
+    ConfigRow({"target": "gfx950", "kernel": "fused"},
+        SparseTile(64, _options(8, 1, llvm_fn_attrs=_OF_FP8_ROWS), stages=2),
+        "gfx950, 64 heads: FP8 rows 735 with max-ilp (without 553, iterative-ilp spills, 32 rows 595; "
+        "portable 264)"),
+    ConfigRow({"target": "gfx950", "wide": True, "two_sources": True},
+        SparseTile(32, _options(8, 1, llvm_fn_attrs=_ITERATIVE_ILP), stages=3),
+        "gfx950, more than 64 heads over two sources of 16-bit rows: tiles of 64 rows spill up to 13 "
+        "registers, those of 32, whose loop takes 1.16 times as long, none"),
+    ConfigRow({"target": "gfx950"}, SparseTile(64, _options(8, 1, llvm_fn_attrs=_ITERATIVE_ILP), stages=2),
+        "gfx950, 64 heads: 16-bit rows 694 with iterative-ilp (max-ilp 660; portable 265)"),
+    ConfigRow({"kernel": "fused"}, SparseTile(32, _options(8, 1, llvm_fn_attrs=_OF_FP8_ROWS), stages=1),
+        "gfx942, 64 heads: FP8 rows 360 with max-ilp (without 362, but two sources spill; iterative-ilp "
+        "338; 4 waves 310; portable 173). Two tiles of 32 rows do not fit in LDS. Under Triton 3.8 FP8 rows "
+        "take iterative-ilp: with max-ilp up to 32 registers spill"),
+    ConfigRow({"kernel": "16bit"}, SparseTile(32, _options(8, 1, llvm_fn_attrs=_ITERATIVE_ILP), stages=1),
+        "gfx942, 64 heads: 16-bit rows 435 with iterative-ilp (396 without, max-ilp 419, 4 waves 367; the "
+        "portable kernel 210)"),
+)  # fmt: skip
 
 # The portable kernels on CDNA: no vector register spills, with two sources and with splits.
 #
@@ -265,79 +241,71 @@ _CDNA_ROWS = (
 # of a tile, `paged`, fp16 (queries in fp16), v4_rows (rows of DeepSeek-V4, with 448 columns in FP8) and
 # fp32_group (the number of columns that share one scale in fp32).
 _AMD_ROWS = (
-    # gfx950: bf16 rows, one program a compute unit 251; two 139, which iterative-ilp takes without spills.
-    TileRow(
-        {"kernel": "16bit", "target": "gfx950", "heads": 16, "paged": True},
-        16,
-        _amd(2, waves_per_eu=2, llvm_fn_attrs=_ITERATIVE_ILP),
-    ),
-    # gfx950, 64 heads: one stage 209, two 265, three 259; 32 rows and 8 waves spill. 16 heads: one stage 306,
-    # two 415.
-    TileRow({"kernel": "16bit", "target": "gfx950"}, 16, _amd(2)),
-    # gfx942: bf16 329, two stages 405; 40 heads, four splits, one stage 721, two 931, three 1032.
-    TileRow({"kernel": "16bit", "heads": 64, "paged": True}, 16, _amd(1)),
-    # gfx942, 64 heads: one stage 185, two 195, three 210; 32 rows and 8 waves 187.
-    TileRow({"kernel": "16bit", "heads": 64}, 16, _amd(3)),
-    # gfx942, 16 heads: one stage 234, three 179.
-    TileRow({"kernel": "16bit"}, 16, _amd(1)),
+    ConfigRow({"kernel": "16bit", "target": "gfx950", "heads": 16, "paged": True},
+        SparseTile(16, _amd(2, waves_per_eu=2, llvm_fn_attrs=_ITERATIVE_ILP)),
+        "gfx950: bf16 rows, one program a compute unit 251; two 139, which iterative-ilp takes without "
+        "spills"),
+    ConfigRow({"kernel": "16bit", "target": "gfx950"}, SparseTile(16, _amd(2)),
+        "gfx950, 64 heads: one stage 209, two 265, three 259; 32 rows and 8 waves spill. 16 heads: one "
+        "stage 306, two 415"),
+    ConfigRow({"kernel": "16bit", "heads": 64, "paged": True}, SparseTile(16, _amd(1)),
+        "gfx942: bf16 329, two stages 405; 40 heads, four splits, one stage 721, two 931, three 1032"),
+    ConfigRow({"kernel": "16bit", "heads": 64}, SparseTile(16, _amd(3)),
+        "gfx942, 64 heads: one stage 185, two 195, three 210; 32 rows and 8 waves 187"),
+    ConfigRow({"kernel": "16bit"}, SparseTile(16, _amd(1)), "gfx942, 16 heads: one stage 234, three 179"),
     # FP8 rows from here on. All columns in one tile: widened once, as loaded. Tiles of 64 pass through LDS as
     # bytes, and every warp widens them itself, twice: 64 heads take 3800 vector instructions of all warps on
     # gfx942 and 5060 on gfx950, not 1700 and 1350. Without waves_per_eu=1 Triton 3.8 spills up to 4 scalar
     # registers. An FP8 query that is multiplied in FP8: 122 and 100 at 64 heads, 110 and 57 at 16: every wave
     # scales the scores of seven tiles. Widened once per program, it takes what a bf16 query takes.
-    #
-    # gfx950, 64 heads: one stage 160, two 152; 32 rows 264, which spill with an fp16 query; 32 rows and 8
-    # waves 228. FNUZ rows 219, and 226 with iterative-ilp (from Triton 3.9 on these are FNUZ rows); without
-    # it an FP8 query spills a register. Rows in FP4 and those with scales for 32 columns spill with 32 rows a
-    # tile: 16 for all but V4's.
-    TileRow(
-        {"target": "gfx950", "heads": 64, "fp16": False, "v4_rows": True},
-        32,
-        _amd(1, llvm_fn_attrs=_ITERATIVE_ILP if _TRITON_39 else None),
-        width=512,
-    ),
-    # With an fp16 query, rows in FP4 spill a register in tiles of 512 columns. FP8 rows with one scale over a
-    # page table, 16 heads: one stage 214, two 155.
-    TileRow(
-        {"target": "gfx950", "fp16": True, "v4_rows": False, "heads": 16, "paged": True},
-        16,
-        _amd(2, waves_per_eu=1),
-        width=256,
-    ),
-    TileRow({"target": "gfx950", "fp16": True, "v4_rows": False}, 16, _amd(1, waves_per_eu=1), width=256),
-    TileRow({"target": "gfx950", "heads": 16, "paged": True}, 16, _amd(2, waves_per_eu=1), width=512),
-    # gfx950, 16 heads: 277; 32 rows 215.
-    TileRow({"target": "gfx950"}, 16, _amd(1, waves_per_eu=1), width=512),
-    # gfx942: 64 heads and 4 waves spill 140 vector registers, 32 heads and 4 waves 21 scalar ones.
-    TileRow({"fp32_group": 64, "heads": 64}, 16, _amd(1, 2, waves_per_eu=1), width=512, heads=32),
-    TileRow({"fp32_group": 64}, 16, _amd(1, 2, waves_per_eu=1), width=512),
-    # gfx942, 64 rows of Q over a page table, an fp16 query: two stages spill.
-    TileRow({"heads": 64, "paged": True, "fp16": True}, 16, _amd(1, waves_per_eu=1), width=512),
-    # gfx942, 64 heads: one stage 138, two 171, three 173; 32 rows and 8 waves 155.
-    TileRow({"heads": 64}, 16, _amd(2, waves_per_eu=1), width=512),
-    # gfx942, 16 heads: 199; two stages 215, but four scalars spill. Over a page table 341, two stages 351.
-    TileRow({}, 16, _amd(1, waves_per_eu=1), width=512),
-)
+    ConfigRow({"target": "gfx950", "heads": 64, "fp16": False, "v4_rows": True},
+        SparseTile(32, _amd(1, llvm_fn_attrs=_ITERATIVE_ILP if _TRITON_39 else None), width=512),
+        "gfx950, 64 heads: one stage 160, two 152; 32 rows 264, which spill with an fp16 query; 32 rows and "
+        "8 waves 228. FNUZ rows 219, and 226 with iterative-ilp (from Triton 3.9 on these are FNUZ rows); "
+        "without it an FP8 query spills a register. Rows in FP4 and those with scales for 32 columns spill "
+        "with 32 rows a tile: 16 for all but V4's"),
+    ConfigRow({"target": "gfx950", "fp16": True, "v4_rows": False, "heads": 16, "paged": True},
+        SparseTile(16, _amd(2, waves_per_eu=1), width=256),
+        "With an fp16 query, rows in FP4 spill a register in tiles of 512 columns. FP8 rows with one scale "
+        "over a page table, 16 heads: one stage 214, two 155"),
+    ConfigRow({"target": "gfx950", "fp16": True, "v4_rows": False},
+        SparseTile(16, _amd(1, waves_per_eu=1), width=256)),
+    ConfigRow({"target": "gfx950", "heads": 16, "paged": True},
+        SparseTile(16, _amd(2, waves_per_eu=1), width=512)),
+    ConfigRow({"target": "gfx950"}, SparseTile(16, _amd(1, waves_per_eu=1), width=512),
+        "gfx950, 16 heads: 277; 32 rows 215"),
+    ConfigRow({"fp32_group": 64, "heads": 64},
+        SparseTile(16, _amd(1, 2, waves_per_eu=1), width=512, heads=32),
+        "gfx942: 64 heads and 4 waves spill 140 vector registers, 32 heads and 4 waves 21 scalar ones"),
+    ConfigRow({"fp32_group": 64}, SparseTile(16, _amd(1, 2, waves_per_eu=1), width=512)),
+    ConfigRow({"heads": 64, "paged": True, "fp16": True}, SparseTile(16, _amd(1, waves_per_eu=1), width=512),
+        "gfx942, 64 rows of Q over a page table, an fp16 query: two stages spill"),
+    ConfigRow({"heads": 64}, SparseTile(16, _amd(2, waves_per_eu=1), width=512),
+        "gfx942, 64 heads: one stage 138, two 171, three 173; 32 rows and 8 waves 155"),
+    ConfigRow({}, SparseTile(16, _amd(1, waves_per_eu=1), width=512),
+        "gfx942, 16 heads: 199; two stages 215, but four scalars spill. Over a page table 341, two stages "
+        "351"),
+)  # fmt: skip
 
 # The portable kernels on other GPUs: H100, 1024 tokens, top-k 2048, times over the floor. Facts: kernel,
 # heads of a tile, fp8_qk, head_dim.
 _GPU_ROWS = (
-    # 64 heads, 16-bit rows: guarded 2.4, plain 3.1, the product alone in a branch does not fit in shared
-    # memory. Q and two tiles of 64 rows of 576 columns take 233 of 227 KB.
-    TileRow({"kernel": "16bit", "heads": 64, "head_dim": HEAD_DIM}, 64, _options(8, 2), guard=2),
-    TileRow({"kernel": "16bit", "heads": 64}, 32, _options(8, 2), guard=2),
-    # FP8 Q: 32 rows a tile, guarded and not pipelined, 5.5, pipelined 6.7, 64 rows 7.4.
-    TileRow({"heads": 64, "fp8_qk": True}, 32, _options(8, 2), guard=1),
-    # FP8 rows, 16-bit Q: tiles of 128 columns 4.2, of 256 4.4, one of 512 4.9, of 64 plain 10.4.
-    TileRow({"heads": 64}, 64, _options(8, 2), width=128),
-    # 16 heads, 16-bit rows: 64 rows a tile 5.7, 32 rows at 3 stages 6.2.
-    TileRow({"kernel": "16bit", "fp8_qk": True}, 64, _options(4, 2)),
-    TileRow({"kernel": "16bit"}, 64, _options(4, 2), width=256),
-    # 16 heads, FP8 rows, 16-bit Q: tiles of 256 columns 14.7, of 128 16.4, of 64 20; FP8 Q 18.7.
-    TileRow({"fp8_qk": True}, 32, _options(4, 2)),
-    TileRow({}, 32, _options(4, 2), width=256),
-)
-_CPU_ROWS = (TileRow({}, 64, LaunchOptions()),)
+    ConfigRow({"kernel": "16bit", "heads": 64, "head_dim": HEAD_DIM}, SparseTile(64, _options(8, 2), guard=2),
+        "64 heads, 16-bit rows: guarded 2.4, plain 3.1, the product alone in a branch does not fit in "
+        "shared memory. Q and two tiles of 64 rows of 576 columns take 233 of 227 KB"),
+    ConfigRow({"kernel": "16bit", "heads": 64}, SparseTile(32, _options(8, 2), guard=2)),
+    ConfigRow({"heads": 64, "fp8_qk": True}, SparseTile(32, _options(8, 2), guard=1),
+        "FP8 Q: 32 rows a tile, guarded and not pipelined, 5.5, pipelined 6.7, 64 rows 7.4"),
+    ConfigRow({"heads": 64}, SparseTile(64, _options(8, 2), width=128),
+        "FP8 rows, 16-bit Q: tiles of 128 columns 4.2, of 256 4.4, one of 512 4.9, of 64 plain 10.4"),
+    ConfigRow({"kernel": "16bit", "fp8_qk": True}, SparseTile(64, _options(4, 2)),
+        "16 heads, 16-bit rows: 64 rows a tile 5.7, 32 rows at 3 stages 6.2"),
+    ConfigRow({"kernel": "16bit"}, SparseTile(64, _options(4, 2), width=256)),
+    ConfigRow({"fp8_qk": True}, SparseTile(32, _options(4, 2)),
+        "16 heads, FP8 rows, 16-bit Q: tiles of 256 columns 14.7, of 128 16.4, of 64 20; FP8 Q 18.7"),
+    ConfigRow({}, SparseTile(32, _options(4, 2), width=256)),
+)  # fmt: skip
+_CPU_ROWS = (ConfigRow({}, SparseTile(64, LaunchOptions())),)
 
 # Registers of a thread that computes scores, and of one that gathers, in Hopper's kernel for few heads.
 _FEW_HEADS_REGISTERS = {16: (128, 128), 32: (104, 112)}
@@ -377,16 +345,17 @@ def specialised_config(
     if target.name in ("gfx942", "gfx950") and heads >= 32:
         if target.name == "gfx950" and kernel == "fused" and not _TRITON_39:
             return None  # Triton 3.8 spills vector registers beside the barrier that its code needs
-        row = _first_row(
-            _CDNA_ROWS, target=target.name, kernel=kernel, two_sources=two_sources, wide=num_heads > 64
-        )
-        return _on_xcds(_config(kernel, row, heads, family="cdna"), target, num_heads)
+        facts = {
+            "target": target.name, "kernel": kernel, "two_sources": two_sources, "wide": num_heads > 64,
+        }  # fmt: skip
+        tile = choice_for(_CDNA_ROWS, facts)
+        return _on_xcds(_config(kernel, tile, heads, family="cdna"), target, num_heads)
     if target.name != "sm90" or target.figures is None:
         return None
     # The kernels for Hopper take a query in bf16.
     fine_scales = any(layout.group < 64 for layout in layouts)
-    row = _first_row(_HOPPER_ROWS, kernel=kernel, heads=heads, fine_scales=fine_scales)
-    return _config(kernel, row, heads, family="hopper")
+    facts = {"kernel": kernel, "heads": heads, "fine_scales": fine_scales}
+    return _config(kernel, choice_for(_HOPPER_ROWS, facts), heads, family="hopper")
 
 
 def choose_config(
@@ -399,7 +368,7 @@ def choose_config(
         target: what the kernel runs on.
         kernel: "16bit" or "fused".
         num_heads: query heads.
-        head_dim: columns of a query and of a row.
+        head_dim: columns of a query and of a tile.
         fp8_qk: whether QK over NoPE may multiply FP8 by FP8; it does where that is faster.
         fp16_query: whether the query is in fp16.
         layouts: those of a fused kernel's quantised rows.
@@ -409,13 +378,13 @@ def choose_config(
     # A tile has one scale in fp32: it multiplies scores.
     groups = [layout.group for layout in layouts if layout.scale == "fp32"]
     rows = _AMD_ROWS if target.is_amd else _CPU_ROWS if target.name == "cpu" else _GPU_ROWS
-    row = _first_row(
-        rows, target=target.name, kernel=kernel, heads=heads, head_dim=head_dim, fp8_qk=fp8_qk,
-        fp16=fp16_query, v4_rows=all(layout.quantized < HEAD_DIM for layout in layouts), paged=paged,
-        fp32_group=64 if 64 in groups else 0,
-    )  # fmt: skip
-    row = replace(row, width=min(row.width, *groups, HEAD_DIM))
-    return _on_xcds(_config(kernel, row, heads, fp8_qk=fp8_qk and not target.is_amd), target, num_heads)
+    tile = choice_for(rows, {
+        "target": target.name, "kernel": kernel, "heads": heads, "head_dim": head_dim, "fp8_qk": fp8_qk,
+        "fp16": fp16_query, "v4_rows": all(layout.quantized < HEAD_DIM for layout in layouts), "paged": paged,
+        "fp32_group": 64 if 64 in groups else 0,
+    })  # fmt: skip
+    tile = replace(tile, width=min(tile.width, *groups, HEAD_DIM))
+    return _on_xcds(_config(kernel, tile, heads, fp8_qk=fp8_qk and not target.is_amd), target, num_heads)
 
 
 def _on_xcds(config: SparseConfig, target: Target, num_heads: int) -> SparseConfig:
@@ -429,10 +398,10 @@ def _on_xcds(config: SparseConfig, target: Target, num_heads: int) -> SparseConf
 
 
 def _config(
-    kernel: str, row: TileRow, heads: int, *, fp8_qk: bool = False, family: str = "portable"
+    kernel: str, tile: SparseTile, heads: int, *, fp8_qk: bool = False, family: str = "portable"
 ) -> SparseConfig:
-    """The configuration of a row."""
+    """The configuration with a row's tile."""
     return SparseConfig(
-        kernel, row.heads or heads, row.block_k, row.width, row.guard, row.stages, fp8_qk,
-        row.options, family,
+        kernel, tile.heads or heads, tile.block_k, tile.width, tile.guard, tile.stages, fp8_qk,
+        tile.options, family,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from narrowkv.paged_cache import PageTable
-from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
+from narrowkv.paged_cache.binding import BOUND_TABLES, bind_table
 from narrowkv.runtime.errors import (
     check_dtype,
     check_instance,

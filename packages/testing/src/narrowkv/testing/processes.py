@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from typing import TypeVar
+
+from narrowkv.runtime.launch.warmup import usable_cores
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -18,7 +19,7 @@ _MOST_WORKERS = 8  # each imports torch and triton: about 0.5 GB
 
 def default_jobs() -> int:
     """One process for each core, up to eight."""
-    return max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
+    return min(usable_cores(), _MOST_WORKERS)
 
 
 def _begin() -> None:

@@ -10,7 +10,7 @@ import torch
 from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_prefill import PrefillPlan, plan_prefill
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
-from narrowkv.paged_cache.kinds import fp4_scales, kind_of_cache
+from narrowkv.paged_cache.cache import fp4_scales, kind_of_cache
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import active_target

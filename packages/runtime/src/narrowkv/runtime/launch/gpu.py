@@ -18,10 +18,9 @@ import triton
 from narrowkv.runtime.launch.descriptors import Encode, encoder_of
 from narrowkv.runtime.launch.kernel_cache import explained_cache_errors
 from narrowkv.runtime.launch.options import LaunchOptions
-from narrowkv.runtime.launch.written import written
+from narrowkv.runtime.launch.written import Specialisation, written
 from narrowkv.runtime.targets import device_target
 
-_INT32_MAX = 2**31 - 1
 _knobs = triton.knobs.runtime
 # Absent from a torch without GPUs.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
@@ -56,61 +55,40 @@ def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool,
     """
     names: list[str] = []
     other: list[str] = []  # conditions that hold for arguments of other kinds
-    pointers: list[str] = []
-    aligned: list[str] = []
     tensors: list[str] = []
-    parts: list[str] = []
+    kinds: list[str] = []
+    specialised = Specialisation(storage_sizes=storage_sizes)
 
-    def pattern(value: Any, specialised: bool, by_alignment: bool) -> tuple[str, str]:
+    def pattern(value: Any, by_value: bool, by_alignment: bool) -> tuple[str, str]:
         """The value's name where arguments are unpacked, and the expression for it where they are packed."""
         if isinstance(value, tuple):
             # Triton specialises on what tuples hold, whatever the parameter says.
             inner = [pattern(part, True, True) for part in value]
-            both = ["(" + "".join(f"{side}, " for side in sides) + ")" for sides in zip(*inner, strict=True)]
-            return (both[0], both[1]) if both else ("()", "()")
-        name = packed = f"v{len(names)}"
+            unpacked, packed = ("".join(f"{pair[side]}, " for pair in inner) for side in (0, 1))
+            return f"({unpacked})", f"({packed})"
+        name = f"v{len(names)}"
         names.append(name)
-        if value is None:
-            other.append(f"{name} is not None")
+        if value is None or type(value) is float:
+            other.append(f"{name} is {'not ' if value is None else ''}None")
         elif isinstance(value, torch.Tensor):
-            packed = f"p_{name}"
             tensors.append(name)
-            pointers.append(packed)
-            parts.append(f"{name}.dtype")
-            if specialised and by_alignment:
-                aligned.append(packed)
-            if specialised and storage_sizes:
-                parts.append(f"{name}.untyped_storage().nbytes() <= {_INT32_MAX}")
-        elif type(value) is int:
-            # 32 bits, signed 64 or unsigned 64.
-            parts.append(f"{name} >> 31 in (0, -1) or ({name} >> 63 in (0, -1),)")
-            if specialised:
-                parts.append(f"{name} == 1")
-                if by_alignment:
-                    parts.append(f"{name} & 15 == 0")
+            kinds.append(f"{name}.dtype")
         elif hasattr(value, "block_shape"):
             tensors.append(f"{name}.base")
-            parts.append(f"describe({name})")
-        elif type(value) is float:
-            other.append(f"{name} is None")
-        else:
+            kinds.append(f"describe({name})")
+        elif type(value) is not int:
             raise TypeError(f"a kernel's argument must be a tensor, an int, a float or None, got {value!r}")
-        return name, packed
+        return name, specialised.pack(name, value, by_value, by_alignment)
 
     unpacking = packing = ""
     for value, param in zip(args, params, strict=False):
         by_alignment = not param.do_not_specialize_on_alignment
         name, packed = pattern(value, not param.do_not_specialize, by_alignment)
         unpacking, packing = f"{unpacking}{name}, ", f"{packing}{packed}, "
-    body = [f"{unpacking} = args"]
-    body += [f"{pointer} = {pointer.removeprefix('p_')}.data_ptr()" for pointer in pointers]
-    wrong = [*other, *(f"not {pointer}" for pointer in pointers)]
-    if wrong:
+    body = [f"{unpacking} = args", *specialised.addresses]
+    if wrong := [*other, *specialised.missing]:
         body.append(f"if {' or '.join(wrong)}: raise Changed")
-    if aligned:
-        each = "".join(f"{pointer} & 15 == 0, " for pointer in aligned)
-        parts.insert(0, f"not ({' | '.join(aligned)}) & 15 or ({each})")
-    key = f"({tensors[0]}.get_device(), {', '.join(parts)})"
+    key = f"({tensors[0]}.get_device(), {', '.join([*kinds, specialised.key()])})"
     body.append(f"return {key}, ({packing})" if packs else f"return {key}")
     return written("read", ("args",), body, {"Changed": _Changed, "describe": _describe})
 

@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import gpu, path
 from narrowkv.runtime.launch.descriptors import Encode, is_descriptor
 from narrowkv.runtime.launch.path import BoundLaunch
-from narrowkv.runtime.launch.written import written
+from narrowkv.runtime.launch.written import Specialisation, written
 
 _MAX_ENCODED = 256  # descriptors of blocks at different addresses
-_INT32_MAX = 0x7FFFFFFF
 
 
 class Arg:
@@ -218,12 +216,11 @@ def _filled(template: Any, values: Mapping[str, Any]) -> Any:
     return template.of(values) if isinstance(template, _MARKS) else template
 
 
-def _write_filler(names: tuple[str, ...], steps: Sequence[KernelLaunch | Clear]) -> Callable[..., Any]:
+def _write_filler(names: tuple[str, ...], steps: tuple[Any, ...]) -> Callable[..., Any]:
     """Writes the function that gives the steps with a call's values in place of marks."""
     writer = _Writer({})
-    filled = writer.spell(tuple(steps))
-    body = [*writer.lines(), f"return {filled}"]
-    return written("fill", names, body, writer.scope)  # type: ignore[no-any-return]
+    filled = writer.spell(steps)
+    return written("fill", names, [*writer.lines, f"return {filled}"], writer.scope)  # type: ignore[no-any-return]
 
 
 def _write_call(
@@ -242,172 +239,123 @@ def _write_call(
             the function that encodes all of its descriptors.
         fallback: is called with values that specialise differently.
     """
-    writer = _Writer(values)
-    calls: list[str] = []
-    remaining = iter(launchers)
+    writer, remaining = _Writer(values), iter(launchers)
     for step in steps:
-        if isinstance(step, Clear):
-            part = f"[:{step.size}]" if isinstance(step.tensor, Part) else ""
-            calls.append(f"{writer.spell(step.tensor)}{part}.zero_()")
+        if isinstance(step, KernelLaunch):
+            writer.launch(step, *next(remaining))
         else:
-            calls += writer.launch(step, *next(remaining))
-    given = ", ".join(names)
+            writer.lines.append(f"{writer.spell(step.tensor)}[:{step.size}].zero_()")
+    specialised, leave = writer.specialised, f"return _fallback({', '.join(names)})"
+    scope, key, addresses = writer.scope, specialised.key(), specialised.addresses
+    scope |= {
+        "_executor": path.executor, "_current_device": gpu.current_device, "_OTHER_KINDS": gpu.OTHER_KINDS,
+        "_current_stream": gpu.current_stream, "_listened": gpu.somebody_listens, "_fallback": fallback,
+        "_key": written("key", names, [*addresses, f"return {key}"], {})(**values),
+    }  # fmt: skip
+    changed = [
+        f"{key} != _key", *specialised.missing,
+        "_executor() is not None", f"_current_device() != {writer.device}", "_listened()",
+    ]  # fmt: skip
     body = [
-        "try:",
-        *(f"    _p_{name} = {name}.data_ptr()" for name in writer.pointers),
-        f"    if {writer.conditions()}:",
-        f"        return _fallback({given})",
-        "except _OTHER_KINDS:",
-        f"    return _fallback({given})",
-        f"_stream = _current_stream({writer.device})",
-        *writer.lines(),
-        *calls,
-    ]
-    return written("call", names, body, writer.scope | {"_fallback": fallback})  # type: ignore[no-any-return]
+        "try:", *(f"    {line}" for line in addresses), f"    if {' or '.join(changed)}: {leave}",
+        f"except _OTHER_KINDS: {leave}",
+        f"_stream = _current_stream({writer.device})", *writer.lines,
+    ]  # fmt: skip
+    return written("call", names, body, scope)  # type: ignore[no-any-return]
 
 
 class _Writer:
-    """Spells the launches of one function, and notes what it must compare before them."""
+    """Writes the lines of one function of a call's values, and what their specialisation depends on."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values, self.device = values, -1
-        self.scope: dict[str, Any] = {
-            "_executor": path.executor,
-            "_current_device": gpu.current_device,
-            "_current_stream": gpu.current_stream,
-            "_listened": gpu.somebody_listens,
-            "_OTHER_KINDS": gpu.OTHER_KINDS,
-            "_new": tuple.__new__,
-        }
-        # In the order in which they came: names of tensors, of aligned ones, of ints; what else has changed.
-        self.pointers: dict[str, None] = {}
-        self.aligned: dict[str, None] = {}
-        self.numbers: dict[str, None] = {}
-        self.changed: dict[str, None] = {}
-        self.locals: dict[str, str] = {}  # expressions that are computed once in a call
-        self.constants: dict[int, str] = {}
-
-    def conditions(self) -> str:
-        """What holds if the values need other launches than those that were written."""
-        found = [*self.changed, *(f"not _p_{name}" for name in self.pointers)]
-        if self.aligned:
-            found.append(f"({' | '.join(f'_p_{name}' for name in self.aligned)}) & 15")
-        if self.numbers:  # numbers from 0 to 2**31 - 1 have no other bit set
-            found.append(f"({' | '.join(self.numbers)}) & ~{_INT32_MAX}")
-        found += ["_executor() is not None", f"_current_device() != {self.device}", "_listened()"]
-        return " or ".join(found)
-
-    def lines(self) -> list[str]:
-        """The lines that compute the local variables."""
-        return [f"{name} = {expression}" for expression, name in self.locals.items()]
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {"_new": tuple.__new__}
+        self.specialised = Specialisation(storage_sizes=torch.version.hip is not None)
+        self._names: dict[Any, str] = {}  # of constants by identity, of local variables by expression
 
     def constant(self, value: Any) -> str:
         """A name for a value that no call changes."""
-        name = self.constants.setdefault(id(value), f"_c{len(self.constants)}")
+        name = self._names.setdefault(id(value), f"_c{len(self._names)}")
         self.scope[name] = value
         return name
 
+    def local(self, expression: str) -> str:
+        """A name for the value of an expression, which is computed once in a call."""
+        if expression not in self._names:
+            self._names[expression] = f"_t{len(self._names)}"
+            self.lines.append(f"{self._names[expression]} = {expression}")
+        return self._names[expression]
+
     def spell(self, value: Any) -> str:
-        """The expression of a value, or of a tuple of values, as kernels are launched with."""
+        """The expression of a value, or of a tuple of values, as `_filled` gives them."""
         if isinstance(value, tuple):
             parts = "".join(f"{self.spell(part)}, " for part in value)
             return f"({parts})" if type(value) is tuple else f"_new({self.constant(type(value))}, ({parts}))"
         if isinstance(value, Part):
-            viewed = f"{self.spell(value.block)}.view({self.constant(value.dtype)})"
-            viewed = self.locals.setdefault(viewed, f"_t{len(self.locals)}")
-            part = f"{viewed}[{self.spell(value.offset)} // {value.dtype.itemsize}:]"
-            return self.locals.setdefault(part, f"_t{len(self.locals)}")
+            block = self.local(f"{self.spell(value.block)}.view({self.constant(value.dtype)})")
+            return self.local(f"{block}[{self.spell(value.offset)} // {value.dtype.itemsize}:]")
         if isinstance(value, Described):
             return f"{self.constant(value.make)}({self.spell(value.part)}, {self.spell(value.size)})"
         if isinstance(value, Arg):
             return value.name
         return repr(value) if type(value) is int else self.constant(value)
 
-    def launch(self, step: KernelLaunch, launcher: gpu.Launcher, encode: Encode | None) -> list[str]:
-        """The lines that launch one kernel."""
-        described: dict[str, tuple[Any, Any]] | None = None if encode is None else {}
-        packed = ""
+    def launch(self, step: KernelLaunch, launcher: gpu.Launcher, encode: Encode | None) -> None:
+        """Writes the launch of one kernel; `encode` is None if Triton encodes its descriptors."""
+        packed = keys = ""
+        described: list[Any] = []
         for value, param in zip(step.args, step.bound.kernel.params, strict=False):
-            specialised = not param.do_not_specialize, not param.do_not_specialize_on_alignment
-            packed += f"{self.pack(value, specialised, described)}, "
-        lines = [] if encode is None or not described else self.encoding(described, encode)
-        grid = ", ".join(map(self.spell, step.grid))
-        return [*lines, f"{self.constant(launcher)}({grid}, _stream, ({packed}))"]
-
-    def pack(self, value: Any, specialised: tuple[bool, bool], described: dict[str, Any] | None) -> str:
-        """The expression of an argument as a launcher takes it: addresses, encoded descriptors.
-
-        Args:
-            value: the argument.
-            specialised: whether its kernel is compiled for what it is, and for its alignment.
-            described: collects tensor descriptors with their values now; None if Triton encodes them.
-        """
-        if isinstance(value, tuple):
-            return "(" + "".join(f"{self.pack(part, (True, True), described)}, " for part in value) + ")"
-        if isinstance(value, Part):
-            return self.address(value, specialised)
-        now = value.of(self.values) if isinstance(value, _MARKS) else value
-        if is_descriptor(now) and described is not None:
-            name = f"_e{len(self.scope)}"
-            self.scope[name] = None  # a name that no other descriptor has
-            described[name] = value, now
-            return f"*{name}"
-        if isinstance(now, torch.Tensor):
-            return self.address(value, specialised)
-        if isinstance(value, Arg) and isinstance(now, int):
-            if 0 <= now <= _INT32_MAX:
-                self.numbers[value.name] = None
-            else:
-                self.changed[f"not -0x80000000 <= {value.name} <= 0x7fffffff"] = None
-            if specialised[0]:
-                self.changed[f"({value.name} == 1) is not {now == 1}"] = None
-            if all(specialised):
-                self.changed[f"({value.name} & 15 == 0) is not {now & 15 == 0}"] = None
-        return self.spell(value)
-
-    def address(self, value: Any, specialised: tuple[bool, bool] = (False, False)) -> str:
-        """The address of a tensor or of a part of it; what a kernel is specialised on is noted."""
-        if isinstance(value, Part):
-            return f"{self.address(value.block, specialised)} + {self.spell(value.offset)}"
-        tensor = value.of(self.values) if isinstance(value, Arg) else value
-        self.device = tensor.get_device()
-        if not isinstance(value, Arg):
-            self.constant(value)  # keeps its memory
-            return repr(value.data_ptr())
-        name = value.name
-        self.pointers[name] = None
-        if all(specialised) and tensor.data_ptr() & 15:
-            self.changed[f"not _p_{name} & 15"] = None
-        elif all(specialised):
-            self.aligned[name] = None
-        if specialised[0] and torch.version.hip is not None:
-            within = tensor.untyped_storage().nbytes() <= _INT32_MAX
-            self.changed[f"({name}.untyped_storage().nbytes() <= {_INT32_MAX}) is not {within}"] = None
-        return f"_p_{name}"
-
-    def encoding(self, described: dict[str, tuple[Any, Any]], encode: Encode) -> list[str]:
-        """The lines that encode those of a launch's descriptors that vary and are new."""
-        lines, new, kept = [], [], []
-        encoded = encode(*(now for _, now in described.values()))
-        for (name, (value, now)), first in zip(described.items(), encoded, strict=True):
-            self.scope[name] = first
-            if not isinstance(value, _MARKS):
+            by_value, by_alignment = not param.do_not_specialize, not param.do_not_specialize_on_alignment
+            if encode is None or not self.is_described(value):
+                packed += f"{self.pack(value, by_value, by_alignment)}, "
                 continue
-            known: Any = {} if isinstance(value, Described) else ByIdentity[Any]()
-            known_name, key = self.constant(known), f"id({self.spell(value)})"
+            packed += f"*_encoded[{len(described)}], "
+            described.append(value)
             if isinstance(value, Described):
-                key = f"({self.address(value.part)}, {self.spell(value.size)})"
-                kept.append(f"    if len({known_name}) >= {_MAX_ENCODED}: {known_name}.clear()")
-                kept.append(f"    {known_name}[{key}] = {name}")
-            else:
-                known.keep(now, first)
-                kept.append(f"    {known_name}.keep({self.spell(value)}, {name})")
-            lines.append(f"{name} = {known_name}.get({key})")
-            new.append(f"{name} is None")
-        if new:
-            found = "".join(
-                f"{name if isinstance(value, _MARKS) else '_'}, " for name, (value, _) in described.items()
-            )
-            given = ", ".join(self.spell(value) for value, _ in described.values())
-            lines += [f"if {' or '.join(new)}:", f"    {found} = {self.constant(encode)}({given})", *kept]
-        return lines
+                keys += f"{self.pack(value.part, False)}, {self.spell(value.size)}, "
+            elif isinstance(value, Arg):
+                keys += f"{value.name}.base.data_ptr(), *{value.name}.shape, *{value.name}.strides, "
+        if described and encode is not None:
+            known = self.constant(_Encoded(encode, tuple(described)))
+            self.lines.append(f"_encoded = {known}.get(({keys})) or {known}.add(({keys}), locals())")
+        grid = ", ".join(map(self.spell, step.grid))
+        self.lines.append(f"{self.constant(launcher)}({grid}, _stream, ({packed}))")
+
+    def is_described(self, value: Any) -> bool:
+        """Whether an argument is a tensor descriptor in the first call."""
+        now = value.of(self.values) if isinstance(value, Arg) else value
+        return isinstance(now, Described) or is_descriptor(now)
+
+    def pack(self, value: Any, by_value: bool = True, by_alignment: bool = True) -> str:
+        """The expression of an argument as a launcher takes it; see `Specialisation.pack`."""
+        if isinstance(value, tuple):
+            return "(" + "".join(f"{self.pack(part)}, " for part in value) + ")"
+        if isinstance(value, Part):
+            return f"{self.pack(value.block, by_value, by_alignment)} + {self.spell(value.offset)}"
+        now = value.of(self.values) if isinstance(value, Arg) else value
+        if isinstance(now, torch.Tensor):
+            self.device = now.get_device()
+        if isinstance(value, Arg):
+            return self.specialised.pack(value.name, now, by_value, by_alignment)
+        return repr(now.data_ptr()) if isinstance(now, torch.Tensor) else self.spell(value)
+
+
+class _Encoded(dict[tuple[int, ...], list[tuple[Any, ...]]]):
+    """What the descriptors of a launch were encoded as, by their addresses and sizes.
+
+    Args:
+        encode: encodes all of them.
+        descriptors: a descriptor, an `Arg` of one or a `Described` each.
+    """
+
+    def __init__(self, encode: Encode, descriptors: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._encode, self._descriptors = encode, descriptors
+
+    def add(self, key: tuple[int, ...], values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """Encodes the descriptors of a call's values."""
+        if len(self) >= _MAX_ENCODED:
+            self.clear()
+        self[key] = found = self._encode(*_filled(self._descriptors, values))
+        return found

@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import math
 import os
 import pickle
 import queue
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -105,6 +108,14 @@ def _describe(value: Any) -> Any:
     return _Function.of(value) if isinstance(value, JITFunction) else value
 
 
+def _describe_argument(value: Any) -> Any:
+    """As `_describe`, with one int for all that Triton specialises alike: equal kernels compile once."""
+    if type(value) is not int or value == 1:
+        return _describe(value)
+    width = 0 if -_TWO_GIB <= value < _TWO_GIB else 2**32 if value < 2**63 else 2**63
+    return width + (16 if value % 16 == 0 else 17)
+
+
 def _restore(value: Any) -> Any:
     if isinstance(value, TensorSpec):
         return value.example()
@@ -117,8 +128,8 @@ class KernelSpec:
 
     Attributes:
         kernel: where the kernel is imported from.
-        args: runtime arguments, with a `TensorSpec` for each tensor. An int that the kernel is specialised
-            on matters only by whether it is 1, a multiple of 16 and within 32 bits.
+        args: runtime arguments, with a `TensorSpec` for each tensor. Of an int only what the compiler
+            specialises on is kept: whether it is 1, a multiple of 16 and within 32 bits.
         constexprs: `tl.constexpr` arguments by name.
         options: compiler options.
     """
@@ -140,7 +151,8 @@ class KernelSpec:
             ValueError: the kernel, or a function among the constants, is not found in its module.
         """
         constexprs = tuple((name, _map(value, _describe)) for name, value in launch.constexprs.items())
-        return cls(_Function.of(launch.kernel), _map(args, _describe), constexprs, launch.options)
+        found = _map(args, _describe_argument)
+        return cls(_Function.of(launch.kernel), found, constexprs, launch.options)
 
     @property
     def name(self) -> str:
@@ -258,24 +270,77 @@ def compile_apart(
         compile_target(target)
     elif specs and not torch.cuda.is_available():
         raise UnsupportedError("there is no GPU to compile for: name a target, for example target='gfx942'")
-    todo: queue.SimpleQueue[KernelSpec] = queue.SimpleQueue()
-    for spec in specs:
-        todo.put(spec)
-    done: queue.SimpleQueue[CompileResult] = queue.SimpleQueue()
-    workers = [_Worker(target, todo, done) for _ in range(min(len(specs), processes or os.cpu_count() or 1))]
-    results: list[CompileResult] = []
-    try:
-        for worker in workers:
+    with Compilers(min(len(specs), processes or usable_cores()), target) as compilers:
+        return compilers.compile(specs, progress=progress)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: fewer than the machine has, in a container with a limit."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
+        limit, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, -(-limit // period))
+    return max(1, cores)
+
+
+class Compilers:
+    """Processes that compile kernels into Triton's cache folder, batch after batch.
+
+    Args:
+        processes: their number. They begin at once, and a first batch waits until they have imported Triton.
+        target: as for `warmup`.
+    """
+
+    def __init__(self, processes: int, target: str | None = None) -> None:
+        self._todo: queue.SimpleQueue[KernelSpec | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[CompileResult] = queue.SimpleQueue()
+        self._workers = [_Worker(target, self._todo, self._done) for _ in range(processes)]
+
+    def __enter__(self) -> Compilers:
+        for worker in self._workers:
             worker.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends the processes, whatever they do."""
+        for _ in self._workers:
+            self._todo.put(None)
+        for worker in self._workers:
+            worker.stop()
+
+    def compile(
+        self,
+        specs: Sequence[KernelSpec],
+        *,
+        until: float = math.inf,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[CompileResult]:
+        """Compiles kernels, each listed once.
+
+        Args:
+            specs: what to compile.
+            until: the time, as `time.monotonic` gives it, after which the rest is left.
+            progress: as for `warmup`.
+
+        Returns:
+            The results, in the order in which compilations ended.
+
+        Raises:
+            TimeoutError: not all were compiled in time. No further batch can be compiled.
+        """
+        for spec in specs:
+            self._todo.put(spec)
+        results: list[CompileResult] = []
         for count in range(len(specs) + 1):
             if count:
-                results.append(done.get())
+                left = None if until == math.inf else max(0.0, until - time.monotonic())
+                try:
+                    results.append(self._done.get(timeout=left))
+                except queue.Empty:
+                    raise TimeoutError(f"{len(specs) - count + 1} kernels are not compiled yet") from None
             if progress is not None:
                 progress(count, len(specs))
-    finally:
-        for worker in workers:
-            worker.stop()
-    return results
+        return results
 
 
 def load_kernels(launches: Iterable[KernelSpec]) -> None:
@@ -299,7 +364,7 @@ class _Worker(threading.Thread):
     def __init__(
         self,
         target: str | None,
-        todo: queue.SimpleQueue[KernelSpec],
+        todo: queue.SimpleQueue[KernelSpec | None],
         done: queue.SimpleQueue[CompileResult],
     ) -> None:
         super().__init__(daemon=True)
@@ -318,19 +383,15 @@ class _Worker(threading.Thread):
         )
 
     def run(self) -> None:
-        """Sends one kernel after another."""
-        while True:
-            try:
-                spec = self._todo.get_nowait()
-            except queue.Empty:
-                return
+        """Sends one kernel after another, until there is None."""
+        while (spec := self._todo.get()) is not None:
             try:
                 assert self._process.stdin is not None
                 assert self._process.stdout is not None
                 pickle.dump(spec, self._process.stdin)
                 self._process.stdin.flush()
                 result = CompileResult(spec, *pickle.load(self._process.stdout))
-            except (EOFError, OSError, pickle.PickleError) as lost:
+            except (EOFError, OSError, ValueError, pickle.PickleError) as lost:
                 with self._lock:
                     if self._stopped:
                         return

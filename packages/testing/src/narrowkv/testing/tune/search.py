@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 
 from narrowkv.runtime.launch import KernelSpec, recording
 from narrowkv.runtime.launch.gpu import gpu_launch
-from narrowkv.runtime.launch.warmup import CompileResult, compile_apart
+from narrowkv.runtime.launch.warmup import CompileResult, Compilers
 from narrowkv.runtime.tuned import TunedRow
 from narrowkv.testing.bench.timing import GraphTimer, Timing
 
@@ -29,7 +30,6 @@ __all__ = ["Gpu", "Search", "Shapes", "TunedCall", "check_shapes", "tune_shapes"
 
 Choice = TypeVar("Choice", bound=Hashable)
 _FINALISTS, _ROUNDS = 3, 4
-_SPLITS = 6  # configurations of the first tile
 _SLOWER_AT_FIRST = 1.3  # than the fastest so far: not measured at the class's other shape
 _GAIN, _NOISE = 0.02, 0.01
 
@@ -75,41 +75,48 @@ class Gpu:
 
     Args:
         samples: of a call, at first and in each of the last rounds.
+        compilers: compile its kernels.
+        until: the time, as `time.monotonic` gives it, after which nothing further is compiled or tried.
     """
 
-    def __init__(self, samples: int = 10) -> None:
+    def __init__(self, samples: int, compilers: Compilers, until: float = math.inf) -> None:
         self.timer = GraphTimer(samples=samples, seconds=0.05)
+        self.until = until
+        self.seconds_compiling = 0.0
+        self._compilers = compilers
         # By their bytes: tensor descriptors among arguments have no hash.
-        self._noted: dict[bytes, KernelSpec] = {}
         self._compiled: dict[bytes, CompileResult] = {}
 
-    def note(self, shapes: Shapes[Choice], choices: Iterable[Choice | None]) -> None:
-        """Notes kernels of configurations of a class, to be compiled."""
-        for choice, make in product(choices, shapes.trials):
-            self._noted |= {pickle.dumps(spec): spec for spec in _specs(partial(make, choice))}
+    def check_time(self) -> None:
+        """Raises TimeoutError if no time is left."""
+        if time.monotonic() > self.until:
+            raise TimeoutError("no time is left")
 
-    def add(self, shapes: Shapes[Any]) -> None:
-        """Notes what a search of a class has to compile, as far as it is known beforehand."""
-        # Variants differ in kernels of their own, such as a merge, that all tiles share.
-        variants = [other for choice in shapes.choices[:_SPLITS] for other in shapes.refined(choice)]
-        self.note(shapes, (None, *shapes.choices, *variants))
-
-    def compile(self, jobs: int | None = None) -> None:
-        """Compiles what was noted, in processes of their own, which a compiler that crashes ends.
+    def compile(self, shapes: Shapes[Choice], choices: Iterable[Choice | None]) -> None:
+        """Compiles kernels of configurations, in processes of their own, which a compiler that crashes ends.
 
         A kernel that does not compile fails again where its configuration is tried.
+
+        Raises:
+            TimeoutError: not all were compiled in time.
         """
-        new = [spec for key, spec in self._noted.items() if key not in self._compiled]
-        self._noted.clear()
-        for done in compile_apart(new, processes=jobs):
+        noted: dict[bytes, KernelSpec] = {}
+        begun = time.monotonic()
+        for choice, make in product(choices, shapes.trials):
+            noted |= {pickle.dumps(spec): spec for spec in _specs(partial(make, choice))}
+        new = [spec for key, spec in noted.items() if key not in self._compiled]
+        for done in self._compilers.compile(new, until=self.until):
             self._compiled[pickle.dumps(done.spec)] = done
+        self.seconds_compiling += time.monotonic() - begun
 
     def crashes(self, call: TunedCall) -> bool:
         """Whether the compiler crashed on a kernel of a call."""
+        crashed = {key for key, done in self._compiled.items() if done.crashed}
+        if not crashed:
+            return False
         with recording() as recorder:
             call.run()
-        keys = map(pickle.dumps, recorder.specs())
-        return any(key in self._compiled and self._compiled[key].crashed for key in keys)
+        return not crashed.isdisjoint(map(pickle.dumps, recorder.specs()))
 
     def spills(self, call: TunedCall) -> int:
         """Registers that the kernels of a call spill, the most of one kernel; the call has been made."""
@@ -200,8 +207,7 @@ def _first_times(
 def check_shapes(shapes: Shapes[Choice], gpu: Gpu) -> Search:
     """Counts the configurations of a class that are dropped, where a GPU has no device times."""
     counts = Search()
-    gpu.note(shapes, (None, *shapes.choices))
-    gpu.compile()
+    gpu.compile(shapes, (None, *shapes.choices))
     for choice in (None, *shapes.choices):
         counts.tried += choice is not None
         _first_times(shapes, choice, gpu, counts, math.inf)
@@ -219,6 +225,7 @@ def _in_turns(
         graphs = {choice: gpu.timer.capture(trial.run) for choice, trial in trials.items()}
         rounds: dict[Choice | None, list[Timing]] = {choice: [] for choice in finalists}
         for _ in range(_ROUNDS):
+            gpu.check_time()
             for choice, graph in graphs.items():
                 rounds[choice].append(gpu.timer.replay(graph))
         for choice, timings in rounds.items():
@@ -244,17 +251,16 @@ def tune_shapes(
 
     Raises:
         RuntimeError: the shipped configuration is wrong.
+        TimeoutError: the time of `gpu` is over.
     """
     counts = Search()
-    gpu.note(shapes, [None])
-    gpu.compile()
+    gpu.compile(shapes, (None, *shapes.choices))
     shipped = _first_times(shapes, None, gpu, counts, math.inf)
     found: dict[Choice, list[float]] = {}
 
     def search(choices: Sequence[Choice]) -> None:
-        gpu.note(shapes, choices)
-        gpu.compile()
         for choice in choices:
+            gpu.check_time()
             fastest = min((times[0] for times in found.values()), default=shipped[0])
             counts.tried += 1
             tell(counts.tried, len(shapes.choices))
@@ -266,7 +272,9 @@ def tune_shapes(
 
     search(shapes.choices)
     if found:
-        search(shapes.refined(order()[0]))
+        refined = shapes.refined(order()[0])
+        gpu.compile(shapes, refined)
+        search(refined)
     finalists: list[Choice | None] = [None, *order()[:_FINALISTS]]
     times, spread = _in_turns(shapes, finalists, gpu)
     shipped_us = times.pop(None)
