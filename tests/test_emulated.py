@@ -123,11 +123,10 @@ def test_every_contract_of_every_set(name: str, target: str) -> None:
     contract_set = contract_sets()[name]
     for contract in contract_set.contracts:
         task = Task(contract, contract_set.shape, target=target, emulate=True)
-        outcome = run_task(task)
-        compiled = outcome.compiled
+        answers, compiled = run_task(task)
         assert compiled is not None
         assert compiled.status == PASS, (contract, compiled.detail)
-        (answer,) = outcome.answers
+        (answer,) = answers
         assert answer.status == PASS, (contract, answer.detail)
 
 

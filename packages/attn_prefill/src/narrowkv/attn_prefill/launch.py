@@ -235,9 +235,10 @@ class _Maker:
         """One launch widens keys into the scratch, and stores new tokens; the next attends."""
         shape, config, traits, target = self.shape, self.config, self.traits, self.plan.target
         reading = self.bound.readings["to_scratch"]
+        quantised = min(_QUANTISED_TOKENS, config.scratch_block)
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k_stored, "V": reading.v_stored}
         constants["BLOCKS"] = Blocks(
-            0, 0, self.block_d, self.block_dk, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES
+            0, 0, self.block_d, self.block_dk, config.scratch_block, quantised, _PLACED_TILES
         )
         kernel: Any = _widen_kernel
         options = widen_options(target, shape.head_dim, config.scratch_block)
@@ -247,7 +248,7 @@ class _Maker:
             kernel = _produce_kernel
             constants["STORING"] = traits.storing
             num_blocks = self.key_blocks + append_blocks(shape, config.scratch_block)
-            num_groups = append_blocks(shape, _QUANTISED_TOKENS)
+            num_groups = append_blocks(shape, quantised)
         # In a loop an append's programs spill registers, so it is used only where a batch of long decodes
         # bounds the blocks at very many. H100, 64 sequences, 211k keys: a program for each block took 143 us.
         loops = self.nvidia and (not self.appends or num_blocks > 4 * most)

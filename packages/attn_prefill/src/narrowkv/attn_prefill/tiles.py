@@ -21,6 +21,7 @@ _RESIDENT_WARPS = 8
 # gfx950 issues packed float32 arithmetic only while the matrix unit is idle.
 _NO_PACKED_FP32 = "target-features=-packed-fp32-ops"
 _ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
+_FEWEST_REGISTERS = "amdgpu-sched-strategy=iterative-minreg"
 _LARGE_HEAD, _WIDER = range(129, 1 << 30), range(WIDE_HEAD + 1, 1 << 30)
 
 
@@ -181,7 +182,7 @@ def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
     16 tokens a program: 1k over 4k 22.3 and 18.2 us, 128 over 32k 89 and 70.
     """
     masks = target.is_amd and head_dim not in (64, 128)
-    warps = block // (4 if head_dim > WIDE_HEAD else 8 if masks or target.is_nvidia else 16)
+    warps = block // (2 if head_dim > WIDE_HEAD else 8 if masks or target.is_nvidia else 16)
     return LaunchOptions(
         num_warps=warps, num_stages=1, maxnreg=64 if block == 128 and head_dim <= 128 else None
     )
@@ -339,17 +340,12 @@ def split_config(
         block_m, block_n, options = plain.block_m, 16 if target.is_amd else 64, plain.options
     config = PrefillConfig(
         "split", why, block_m, block_n, q_lens=q_lens, as_decode=target.is_nvidia, options=options,
-        scratch_block=_stored_block(target, shape),
+        scratch_block=scratch_block(shape.head_dim),
     )  # fmt: skip
     # The interpreter runs programs one after the other.
     compute_units = 1 if target.name == "cpu" else compute_units_of(target)
     slots = -(-_RESIDENT_WARPS * compute_units // (options.num_warps * shape.num_kv_heads))
     return replace(config, num_splits=slots)
-
-
-def _stored_block(target: Target, shape: PrefillShape) -> int:
-    """New tokens that a program of a fused append stores: 32 of wide heads spill 200 bytes on sm90 (FP4)."""
-    return 16 if target.is_nvidia and shape.head_dim > WIDE_HEAD else scratch_block(shape.head_dim)
 
 
 def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str) -> PrefillConfig:
@@ -361,12 +357,14 @@ def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str) ->
         programs = shape.row_tiles(block_m) * shape.num_kv_heads
         few_keys = shape.head_dim > 128 or target.is_wave32
         block_n = 16 if few_keys or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
-        # On gfx1250 four waves of 32 lanes spill scalars in appends.
+        # On gfx1250 four waves of 32 lanes spill scalars in appends. Of wider heads two to 20 vector registers
+        # are spilled over 4-bit and bf16 caches without LLVM's strategy (256 of 256; with it 206 to 233).
         options = LaunchOptions(
             num_warps=8 if few_keys else 4,
             num_stages=1,
             waves_per_eu=None if few_keys else 2,
             matrix_instr_nonkdim=16,
+            llvm_fn_attrs=_FEWEST_REGISTERS if shape.head_dim > WIDE_HEAD else None,
         )
     else:
         tile = choice_for(FUSED_ROWS, _tile_facts(target, shape, block_m))
@@ -376,5 +374,5 @@ def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str) ->
     return PrefillConfig(
         "fused", why, block_m, block_n, num_splits=splits, options=options,
         xcd_rows=xcd_rows(target, shape, block_m) if target.is_amd else 0,
-        scratch_block=_stored_block(target, shape),
+        scratch_block=scratch_block(shape.head_dim),
     )  # fmt: skip

@@ -234,7 +234,7 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
         if scale_a is not None and scale_b is not None:
             a = a * np.repeat(scale_a(w), 32, axis=-1)
             b = b * np.repeat(scale_b(w), 32, axis=-1)
-        total = _result_registers(np.matmul(a, b.swapaxes(-1, -2)), shape)
+        total = _result_registers(_products(a, b), shape)
         if constant is None:
             total = total + w.v[start : start + count].view(dtype)
         elif constant(w).any():
@@ -243,6 +243,18 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
         out[...] = total.astype(np.int64) if integer else total
 
     return step
+
+
+def _products(a: Array, b: Array) -> Array:
+    """A [..., m, k] times B [..., n, k], each sum formed in the order of k.
+
+    `numpy.matmul` sums in an order of its own, so that a last bit would depend on the machine. Products of fp32
+    are exact in fp64; those of fp64 are not, and take `numpy.matmul` for its fused multiply-add.
+    """
+    total = np.zeros((*a.shape[:-1], b.shape[-2]))
+    for k in range(a.shape[-1]):
+        total += a[..., :, None, k] * b[..., None, :, k]
+    return total
 
 
 def _bind_hardware_sums(
