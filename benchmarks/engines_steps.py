@@ -15,7 +15,9 @@ were not made for. The ways:
   if vLLM is installed or `--vllm` names a folder with the two files that `vllm_kernel.FILES` lists.
 
 Host times are medians of the calling thread's CPU time. Device times are those of one layer in a graph, with
-a cold L2. Without a GPU launches do nothing, and there are no device times.
+a cold L2. Beside them stand the matrix products of one layer, by torch in bf16, with tokens spread evenly
+over experts: attention's share is its time in that of both. It leaves out norms, routing, sampling and
+communication. Without a GPU launches do nothing, and there are no device times.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,9 @@ VLLM = "vllm triton"
 AGREE, PEER = 0.004, 0.02  # relative L1 error between two of our ways, and of another project's
 TRACES = ("decode", "mixed", "guesses", "guesses, mixed")
 MODELS = {"96/8": "glm-4.5", "32/8": "llama-8b", "8/1": "llama-70b-tp8"}
+# Hidden channels, those of a multilayer perceptron on this GPU, its experts and how many a token goes to:
+# GLM-4.5-Air with its shared expert, Llama 3 8B, Llama 3 70B on eight GPUs.
+LAYERS = {"96/8": (4096, 1408, 129, 9), "32/8": (4096, 14336, 1, 1), "8/1": (8192, 3584, 1, 1)}
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,27 @@ class Model:
         self.peer = None
         if device == "cuda" and (vllm is not None or importlib.util.find_spec("vllm") is not None):
             self.peer = UnifiedAttention(vllm, self.q, self.cache)
+
+    def products(self, tokens: int) -> Callable[[], None]:
+        """The matrix products of a layer but attention's: of Q, K and V, of its output, and of experts."""
+        hidden, wide, experts, chosen = LAYERS[self.heads]
+        width = self.q.shape[1] * self.q.shape[2]
+        qkv = width + 2 * self.cache.num_kv_heads * self.q.shape[2]
+        each = -(-tokens * chosen // experts)
+        made = []
+        for count, rows, inner, outer in (
+            (1, tokens, hidden, qkv), (1, tokens, width, hidden), (experts, each, hidden, 2 * wide),
+            (experts, each, wide, hidden),
+        ):  # fmt: skip
+            sizes = (count, rows, inner), (count, inner, outer), (count, rows, outer)
+            x, weights, y = (torch.empty(size, device=self.device, dtype=torch.bfloat16) for size in sizes)
+            made.append((x.normal_(), weights.normal_(), y))
+
+        def multiply() -> None:
+            for x, weights, y in made:
+                torch.bmm(x, weights, out=y)
+
+        return multiply
 
     def tensors(self, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
         """What an engine has made of a step before attention is prepared: starts and lengths."""
@@ -164,7 +190,8 @@ def replay(
             prepared = time.thread_time()
             model.attend(step, way)
             first = time.thread_time()
-            for _ in range(layers - 1):
+            more = layers - 1 if counted else 0
+            for _ in range(more):
                 model.attend(step, way)
             end = time.thread_time()
             wait()
@@ -185,26 +212,29 @@ def device_us(model: Model, sizes: Sizes, way: str, timer: GraphTimer) -> tuple[
 
 def measure(
     heads: str, names: Sequence[str], count: int, layers: int, device: str, vllm: str | None
-) -> list[dict[str, Any]]:
-    """A row for each trace and way."""
+) -> Iterator[list[dict[str, Any]]]:
+    """For each trace, a row for each way, once their results are known to agree."""
     earlier, made = traces(count, 1), traces(count, 0)
     # Every sequence has pages for the longest: vLLM's kernel reads pages past a table's end without a check.
     longest = max(max(sizes.lens) for found in (*earlier.values(), *made.values()) for sizes in found)
     largest = Sizes((GUESSES,) * 60 + (CHUNK,) * 4, (longest,) * 64)
     model = Model(heads, largest, device, vllm)
     timer = GraphTimer(samples=20, seconds=0.1) if device == "cuda" else None
-    rows = []
     for name in names:
-        trace, results = made[name], {}
+        trace, results, rows = made[name], {}, []
+        products_us = None
+        if timer is not None:
+            products_us = timer.measure(model.products(sum(trace[0].q_lens))).median_us
         for way in ways_of(name, model):
             both = earlier[name], trace
             if way == "4 tokens each":
                 both = tuple([Sizes((GUESSES,) * 64, each.lens) for each in given] for given in both)
             row: dict[str, Any] = {"heads": heads, "trace": name, "way": way, "layers": layers}
             row |= replay(model, *both, way, layers, torch.cuda.synchronize if timer else lambda: None)
-            row["device_us"] = None
+            row |= {"device_us": None, "products_us": products_us, "share": None}
             if timer is not None:
                 row["device_us"], result = device_us(model, both[1][0], way, timer)
+                row["share"] = row["device_us"] / (row["device_us"] + products_us)
                 if way != "4 tokens each":
                     results[way] = result
             rows.append(row)
@@ -212,7 +242,7 @@ def measure(
             error, bound = relative_l1(result, results["parts"].float()), PEER if way == VLLM else AGREE
             if not error <= bound:
                 raise SystemExit(f"{heads} {name}: {way!r} differs from 'parts' by {error:.3g}, not {bound}")
-    return rows
+        yield rows
 
 
 def main() -> None:
@@ -223,25 +253,30 @@ def main() -> None:
     parser.add_argument("--traces", nargs="+", choices=TRACES, default=TRACES)
     parser.add_argument("--vllm", metavar="FOLDER")
     parser.add_argument("--layers", type=int, default=46)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", type=Path, help="also write JSON to this file")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "no GPU, nothing launched"
     about = f"FP8 cache, pages of {PAGE}, {options.layers} layers of attention alone"
     print(f"{name}; {about}")
-    print("host us: a step of all layers, its preparation, its first layer, another one; device us: a layer")
-    columns = ("step", "prepare", "first", "other", "device_us")
-    print(f"{'heads':6}{'trace':16}{'way':15}{'layers':>7}" + "".join(f"{name:>10}" for name in columns))
+    print(
+        "host us: a step of all layers, its preparation, its first layer, another one; device us: attention,"
+    )
+    print("the products of a layer, and the share of attention in both")
+    columns = ("step", "prepare", "first", "other", "device_us", "products_us", "share")
+    print(f"{'heads':6}{'trace':16}{'way':15}{'layers':>7}" + "".join(f"{name:>12}" for name in columns))
     found: list[dict[str, Any]] = []
     with nullcontext() if device == "cuda" else executing(NullExecutor(get_target("gfx942"))):
-        for heads, trace in product(options.heads, options.traces):
-            rows = measure(heads, [trace], options.steps, options.layers, device, options.vllm)
+        for rows in chain.from_iterable(
+            measure(heads, options.traces, options.steps, options.layers, device, options.vllm)
+            for heads in options.heads
+        ):
             for row in rows:
-                cells = ("-" if row[name] is None else format(row[name], ".1f") for name in columns)
+                cells = ("-" if row[name] is None else f"{row[name]:.4g}" for name in columns)
                 print(
                     f"{row['heads']:6}{row['trace']:16}{row['way']:15}{row['layers']:7}"
-                    + "".join(f"{cell:>10}" for cell in cells),
+                    + "".join(f"{cell:>12}" for cell in cells),
                     flush=True,
                 )
             found += rows

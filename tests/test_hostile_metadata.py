@@ -43,7 +43,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill,
     sparse_prefill_fp8,
 )
-from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.decode import DecodeCase, scale_of_outputs
 from narrowkv.testing.cases.indexer import IndexCase
 from narrowkv.testing.cases.latent import LatentCase
 from narrowkv.testing.cases.prefill import PrefillCase
@@ -281,10 +281,13 @@ def _decode(
         made = plan_decode(q, cache, table, **plan)
         made = replace(made, config=replace(made.config, merge_in_launch=late or made.config.merge_in_launch))
         made = replace(made, workspace=guarded.workspace(made.workspace_bytes(), guarded.device))
-        out, lse = guarded.nan("out", *q.shape[:2], cache.v_head_dim), guarded.nan("lse", *q.shape[:2])
+        out = guarded.nan("out", *q.shape[:2], cache.v_head_dim, dtype=case.out_dtype or torch.float32)
+        lse, given = guarded.nan("lse", *q.shape[:2]), dict(options or {})
+        for name, scale in scale_of_outputs(case.out_dtype, guarded.device).items():
+            given[name] = guarded.place(name, scale)
 
         def run() -> Results:
-            paged_decode(q, cache, table, plan=made, out=out, lse=lse, return_lse=True, **(options or {}))
+            paged_decode(q, cache, table, plan=made, out=out, lse=lse, return_lse=True, **given)
             return {"o": out, "lse": lse}
 
         return Call(
@@ -322,8 +325,10 @@ def _prefill(case: PrefillCase, planned: bool = True, **plan: Any) -> Scene:
             make: Any = plan_append if case.appends else plan_prefill
             made = make(q, cache, table, starts, **plan)
             made = made.with_workspace(guarded.workspace(made.workspace_bytes(), guarded.device))
-        out = guarded.nan("out", *q.shape[:2], cache.v_head_dim, dtype=q.dtype)
+        out = guarded.nan("out", *q.shape[:2], cache.v_head_dim, dtype=case.out_dtype or q.dtype)
         lse = guarded.nan("lse", *q.shape[:2])
+        if "out_scale" in inputs.options:
+            inputs.options["out_scale"] = guarded.place("out_scale", inputs.options["out_scale"])
 
         def run() -> Results:
             inputs.run(made, out=out, lse=lse, return_lse=True, validate=False)
@@ -590,6 +595,11 @@ def _register() -> Iterator[tuple[str, Scene]]:
         yield f"decode, {format}", _decode(replace(one, format=format))
         yield f"prefill, {format}", _prefill(replace(chunk, format=format))
     yield "decode, FP8 queries", _decode(replace(one, q_dtype=torch.float8_e4m3fn))
+    fp8 = {"out_dtype": torch.float8_e4m3fn}
+    yield "decode, FP8 output", _decode(replace(one, **fp8))
+    yield "prefill, FP8 output", _prefill(replace(chunk, **fp8))
+    append_fp8 = PrefillCase.append(q_lens=(5, 1, 12, 3), lens=(20, 5, 40, 0), **fp8, **small)
+    yield "prefill_append, FP8 output", _prefill(append_fp8)
     yield "decode, page size 1", _decode(replace(one, page_size=1, layout="tokens"))
     yield "prefill, without a plan", _prefill(replace(chunk, q_lens=(60, 20, 40), lens=(60, 40, 90)), False)
     yield "prefill, dense, splits", _prefill(chunk, kernel="dense", num_splits=3)

@@ -557,12 +557,14 @@ def steps_tables() -> str:
     parts = []
     for name in sorted(path.stem for path in RESULTS.glob("steps-*.json")):
         keys = ("heads", "trace", "way")
-        times = ("step", "prepare", "first", "other", "device_us")
+        times = ("step", "prepare", "first", "other", "device_us", "products_us")
         body = [
-            [*(row[key] for key in keys), *(f"{row[key]:,.0f}" for key in times)] for row in rows(name)
-        ]  # fmt: skip
-        heads = ["heads", "step", "served as", "host, whole step", "preparation", "first layer"]
-        parts += [table([*heads, "another layer", "device, a layer"], body), source_table(name)]
+            [*(row[key] for key in keys), *(f"{row[key]:,.0f}" for key in times), f"{row['share']:.0%}"]
+            for row in rows(name)
+        ]
+        heads = ["heads", "step", "served as", "host, step", "preparation", "first layer", "another"]
+        heads += ["device, a layer", "products", "share"]
+        parts += [table(heads, body), source_table(name)]
     return "\n\n".join(parts) or "No run on a GPU is stored."
 
 

@@ -63,7 +63,7 @@ BUILDER = {
 }
 LAYER = {
     "can_return_lse_for_decode": True,
-    "fused_output_quant_supported": "asked",  # no
+    "fused_output_quant_supported": "asked",  # FP8 with a static scale
     "fused_qk_norm_mrope_kvcache_supported": "asked",  # no
     "fused_qk_norm_rope_kvcache_supported": "asked",  # no
     "fused_rope_kvcache_supported": "asked",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,12 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
 from engine_checks import BF16, watch
 from step_costs import MICROSECONDS, VIEWS, least_microseconds, operators
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+    kNvfp4Dynamic,
+)
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -142,12 +147,45 @@ def test_steps_that_are_not_causal_are_refused():
         builder.build(0, common)
 
 
-def test_outputs_that_are_to_be_quantised_are_refused():
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "ultraquant_4bit"])
+@pytest.mark.parametrize("shape", [(1,), (), (1, 1)])
+def test_outputs_are_fp8_where_vllm_fuses_their_quantisation(cache_dtype, shape, monkeypatch):
+    layer = Layer(cache_dtype)
+    assert layer.impl.fused_output_quant_supported(kFp8StaticTensorSym)
+    scale = torch.full(shape, 0.02)
+    builder, common = make_step()
+    decodes = builder.build(0, common)
+    builder.reorder_batch_threshold = 1
+    starts = torch.tensor([0, 1, 18], dtype=torch.int32)
+    sizes = {"num_actual_tokens": 18, "max_query_len": 17}
+    mixed = builder.build(0, replace(common, query_start_loc=starts, query_start_loc_cpu=starts, **sizes))
+    calls = watch(monkeypatch, (steps, "paged_decode"), (steps, "batch_prefill"))
+    for step in (decodes, mixed):
+        q = torch.randn(
+            step.num_tokens + 3, HEADS, DIM, generator=torch.Generator().manual_seed(1)
+        ).bfloat16()
+        wide, out = torch.empty_like(q), torch.empty_like(q, dtype=current_platform.fp8_dtype())
+        layer.impl.forward(layer, q, q, q, layer.kv_cache, step, wide)
+        assert layer.impl.forward(layer, q, q, q, layer.kv_cache, step, out, scale) is out
+        count = step.num_tokens  # vLLM pads
+        exact = (wide[:count].float() / 0.02).to(out.dtype).float()
+        assert relative_l1(out[:count].float(), exact) < 2 * BF16
+    assert calls.counts == {"paged_decode": 4, "batch_prefill": 2}
+
+
+def test_other_quantised_outputs_are_refused():
     layer = Layer("fp8")
+    scales, outputs = torch.ones(1), (layer.q, layer.k, layer.v, layer.kv_cache, None, layer.out)
+    assert not layer.impl.fused_output_quant_supported(kNvfp4Dynamic)
+    assert not layer.impl.fused_output_quant_supported(kFp8DynamicTokenSym)
     with pytest.raises(backend.UnsupportedError, match="fuse_attn_quant"):
-        layer.impl.forward(
-            SimpleNamespace(), layer.q, layer.k, layer.v, layer.kv_cache, None, layer.out, torch.ones(1)
-        )
+        layer.impl.forward(layer, *outputs, output_block_scale=scales)
+    for rotated_or_divided in (Layer("int4_per_token_head"), layer):
+        if rotated_or_divided is layer:
+            layer.impl._ranks = object()  # decode context parallelism
+        assert not rotated_or_divided.impl.fused_output_quant_supported(kFp8StaticTensorSym)
+        with pytest.raises(backend.UnsupportedError, match="fuse_attn_quant"):
+            rotated_or_divided.impl.forward(rotated_or_divided, *outputs, output_scale=scales)
 
 
 def test_a_cache_that_vllm_drops_is_freed_though_the_layer_has_used_it():

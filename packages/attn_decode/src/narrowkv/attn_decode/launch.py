@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -233,9 +234,7 @@ def launches_of(
     num_pages: int,
     soft_cap: float,
     logit_scale: float,
-    lse: bool,
-    sinks: bool,
-    q_descale: bool,
+    optional: Collection[str],
 ) -> list[KernelLaunch]:
     """The launches of a call, with an `Arg` for what differs from call to call.
 
@@ -249,16 +248,18 @@ def launches_of(
         num_pages: pages of the cache.
         soft_cap: the cap of logits, or 0.
         logit_scale: scale of the logits without the cache's descale.
-        lse, sinks, q_descale: whether there are such tensors.
+        optional: which of the tensors "lse", "sinks", "q_descale" and "o_scale" there are.
     """
     transform = bound.transform
-    shifts = transform.offset is not None and (lse or sinks or soft_cap > 0)
+    lse, sinks, q_descale, o_scale = (
+        Arg(name) if name in optional else None for name in ("lse", "sinks", "q_descale", "o_scale")
+    )
+    shifts = transform.offset is not None and bool(lse or sinks or soft_cap > 0)
     rows = Rows(
-        Arg("q"), *strides[:2], Arg("out"), Arg("lse") if lse else None, Arg("sinks") if sinks else None,
-        *strides[2:],
+        Arg("q"), *strides[:2], Arg("out"), lse, sinks, *strides[2:],
         None if table.ranges is None else Arg("ranges"), None if table.tree is None else Arg("tree"),
         None if transform.balance is None else Arg("k_balance"), Arg("k_offset") if shifts else None,
-        logit_scale if shifts else None, Arg("q_descale") if q_descale else None,
+        logit_scale if shifts else None, q_descale, o_scale,
     )  # fmt: skip
     read = bound.readings[READING].named()
     shared = {

@@ -18,7 +18,10 @@ class DecodeOptions(TypedDict, total=False):
         q_descale: what FP8 queries are multiplied by: a float or an fp32 tensor `[1]`. They are widened to 16
             bits, exactly.
         out: where to write, `[batch * q_len, num_qo_heads, v_head_dim]`.
-        out_dtype: dtype of a new output; default q's, and bf16 for FP8 queries. fp32 is allowed.
+        out_dtype: dtype of a new output; default q's, and bf16 for FP8 queries. fp32 is allowed, and with
+            `out_scale` FP8.
+        out_scale: fp32 `[1]`, for an output in FP8 (E4M3; FNUZ on AMD only): the output is `o / out_scale`,
+            by its reciprocal, rounded to nearest even and saturated.
         logits_soft_cap: `c * tanh(logits / c)` when positive.
         window_left: a row attends to at most this many keys before itself; -1 for all.
         sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
@@ -36,6 +39,7 @@ class DecodeOptions(TypedDict, total=False):
     q_descale: float | torch.Tensor
     out: torch.Tensor | None
     out_dtype: torch.dtype | None
+    out_scale: torch.Tensor | None
     logits_soft_cap: float
     window_left: int
     sinks: torch.Tensor | None
@@ -54,6 +58,7 @@ class DecodeArguments(NamedTuple):
     out: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
     validate: bool | None = None
     # From here on: values that a call is prepared for as they are.
     sm_scale: float | None = None

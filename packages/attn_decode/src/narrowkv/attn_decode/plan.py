@@ -178,6 +178,7 @@ class DecodePlan(Plan):
         """A call by this plan; see `run`."""
         q, cache, page_table, q_descale = given.q, given.cache, given.page_table, given.q_descale
         out, sinks, lse, return_lse = given.out, given.sinks, given.lse, given.return_lse
+        out_scale = given.out_scale
         bound = self._caches.get(id(cache))
         table = BOUND_TABLES.get(id(page_table))
         if bound is None or table is None:
@@ -197,6 +198,7 @@ class DecodePlan(Plan):
                 None
                 if sinks is None
                 else (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, sinks.requires_grad),
+                None if out_scale is None else metadata_of(out_scale),
             )  # fmt: skip
         except AttributeError:
             check_classes(q, cache, page_table, out=out, lse=lse, sinks=sinks)
@@ -206,8 +208,9 @@ class DecodePlan(Plan):
             call = self.prepared(signature, self._prepare(bound, table, given), given)
         if given.validate:
             check_values(self.shape.capacity, cache, page_table)
-        if bound.scales or type(q_descale) is not float:
-            check_scales({**bound.scales, "q_descale": q_descale}, given.validate)
+        if bound.scales or type(q_descale) is not float or out_scale is not None:
+            scales = {**bound.scales, "q_descale": q_descale, "out_scale": out_scale}
+            check_scales(scales, given.validate)
         o, lse = self.results(call, given, bound.spans, table.spans)
         if call.empty:
             o.zero_()
@@ -227,8 +230,9 @@ class DecodePlan(Plan):
                 counters = zeroed_counters(call.counters, q.device) if call.counters else None
             call.launches.run(
                 q=q.view(torch.uint8) if call.q_as_bytes else q, out=o, lse=lse, sinks=sinks,
-                q_descale=q_descale, ranges=table.ranges, tree=table.tree, ids=table.ids, row=table.row,
-                lens=table.lens, num_ids=table.num_ids, max_pages=table.max_pages, qk_scale=qk_scale,
+                q_descale=q_descale, o_scale=out_scale, ranges=table.ranges, tree=table.tree,
+                ids=table.ids, row=table.row, lens=table.lens, num_ids=table.num_ids,
+                max_pages=table.max_pages, qk_scale=qk_scale,
                 out_scale=reading.v_factor, cache_k=reading.k.ptr, cache_v=reading.v.ptr,
                 cache_k_descale=reading.k_descale.ptr, cache_v_descale=reading.v_descale.ptr,
                 k_balance=transform.balance, k_offset=transform.offset, block=block, counters=counters,
@@ -316,7 +320,10 @@ class DecodePlan(Plan):
                 "which keys a window leaves out"
             )
         check_no_grad(q=q, k=cache.k, v=cache.v)
-        out_dtype = check_results(q, out, lse, sinks, given.out_dtype, _inputs(given), head_dim=shape.v_dim)
+        out_dtype = check_results(
+            q, out, lse, sinks, given.out_dtype, given.out_scale, _inputs(given), head_dim=shape.v_dim,
+            target=self.target,
+        )  # fmt: skip
         batch, config = shape.batch, self.config_for(shape.batch)
         attend, merge = self._bound_launches(
             bound, batch, page_table.kind == "ragged", window_left, soft_cap > 0, sinks is not None,
@@ -354,8 +361,15 @@ class DecodePlan(Plan):
             (q.stride(0), q.stride(1), token, head, q.shape[1] if lse is None else lse.stride(0)),
             (programs, batch * shape.num_kv_heads * shape.q_len * shape.gqa_ratio),
             num_pages=cache.num_pages, soft_cap=soft_cap, logit_scale=logit_scale,
-            lse=writes_lse, sinks=sinks is not None,
-            q_descale=isinstance(q_descale, torch.Tensor),
+            optional=[
+                name
+                for name, there in (
+                    ("lse", writes_lse), ("sinks", sinks is not None),
+                    ("q_descale", isinstance(q_descale, torch.Tensor)),
+                    ("o_scale", given.out_scale is not None),
+                )
+                if there
+            ],
         )  # fmt: skip
         return PreparedDecode(
             launches=PreparedCall(None, steps) if batch and programs else None,
@@ -392,4 +406,7 @@ class DecodePlan(Plan):
 def _inputs(given: DecodeArguments) -> dict[str, Any]:
     """What a call reads, by the names of messages."""
     tensors = tensors_of(given.cache, given.page_table)
-    return {"q": given.q, **tensors, "sinks": given.sinks, "q_descale": given.q_descale}
+    return {
+        "q": given.q, **tensors, "sinks": given.sinks, "q_descale": given.q_descale,
+        "out_scale": given.out_scale,
+    }  # fmt: skip

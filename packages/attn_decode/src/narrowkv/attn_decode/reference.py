@@ -11,6 +11,7 @@ from narrowkv.attn_decode.options import DecodeArguments
 from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant import lse_correction
+from narrowkv.runtime.attention.reference import finish
 from narrowkv.runtime.untried import reference_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def paged_decode_reference(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`paged_decode` in float32, sequence by sequence; same arguments; reads lengths on the host.
 
-    The result is float32 unless `out_dtype` or `out` says otherwise.
+    The result is float32, divided by `out_scale` if there is one, unless `out_dtype` or `out` says otherwise.
     """
     given = DecodeArguments(q, cache, page_table, **options)
     batch = page_table.batch_size
@@ -90,13 +91,7 @@ def paged_decode_reference(
         poisoned = torch.einsum("ql,lhd->qhd", keep.float(), torch.isnan(v).float())[:, :, None] > 0
         o[rows] = result.masked_fill(poisoned.expand_as(result), math.nan).reshape(q_len, -1, v.shape[2])
         lse[rows] = log_sum.reshape(q_len, -1)
-    if given.out is not None:
-        o = given.out.copy_(o)
-    elif given.out_dtype is not None:
-        o = o.to(given.out_dtype)
-    if given.lse is not None:
-        lse = given.lse.copy_(lse)
-    return (o, lse) if given.return_lse else o
+    return finish(o, lse, given.out, given._asdict())
 
 
 def merge_states_reference(

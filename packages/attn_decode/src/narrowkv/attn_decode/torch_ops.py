@@ -18,12 +18,13 @@ _INPUTS = (
     "Tensor q, "
     + CACHE_SCHEMA.format(a="", b="", c="", d="")
     + ", Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens, Tensor? key_ranges, "
-    + "Tensor? tree_mask, Tensor? q_descale, Tensor? sinks"
+    + "Tensor? tree_mask, Tensor? q_descale, Tensor? sinks, Tensor? out_scale"
 )
 
 
-def _decode(q: torch.Tensor, *tensors: Any, **outputs: Any) -> Any:
-    *cached, page_ids, indptr, last_page_len, seq_lens, key_ranges, tree, q_descale, sinks, given = tensors
+def _decode(q: torch.Tensor, *args: Any, **outputs: Any) -> Any:
+    *tensors, q_descale, sinks, out_scale, given = args
+    *cached, page_ids, indptr, last_page_len, seq_lens, key_ranges, tree = tensors
     cache = cache_from(tuple(cached), given)
     table = PageTable(
         given.pop("kind"), page_ids, given.pop("page_size"), indptr, last_page_len, seq_lens,
@@ -32,7 +33,7 @@ def _decode(q: torch.Tensor, *tensors: Any, **outputs: Any) -> Any:
     number = given.pop("q_number")
     return paged_decode(
         q.view(given.pop("q_dtype")), cache, table, sinks=sinks,
-        q_descale=number if q_descale is None else q_descale, **given, **outputs,
+        q_descale=number if q_descale is None else q_descale, out_scale=out_scale, **given, **outputs,
     )  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def traced_decode(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    out_scale: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     **options: object,
 ) -> Any:
@@ -62,7 +64,7 @@ def traced_decode(
     tensors = (
         as_bytes(q), *cache_tensors(cache), page_table.page_ids, page_table.kv_indptr,
         page_table.kv_last_page_len, page_table.seq_lens, page_table.key_ranges, page_table.tree_mask,
-        on_device, sinks,
+        on_device, sinks, out_scale,
     )  # fmt: skip
     spelled = {
         "q_dtype": q.dtype, "q_number": 1.0 if on_device is not None else q_descale, "plan": plan,

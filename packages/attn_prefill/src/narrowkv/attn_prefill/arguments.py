@@ -20,7 +20,9 @@ class AttentionOptions(TypedDict, total=False):
         sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
         out: where to write, `[tokens, num_qo_heads, v_head_dim]`, bf16, fp16 or fp32; it must not overlap any
             other tensor of the call.
-        out_dtype: bf16, fp16 or fp32, of a new output; default q's dtype, and bf16 for FP8 queries.
+        out_dtype: bf16, fp16 or fp32, of a new output; default q's dtype, and bf16 for FP8 queries. With
+            `out_scale` FP8.
+        out_scale: fp32 `[1]`, for an output in FP8; see `DecodeOptions`.
         return_lse: also return the log-sum-exp.
         lse: where to write the log-sum-exp, `[tokens, num_qo_heads]` fp32, last dimension contiguous. It is
             returned only with `return_lse`.
@@ -37,6 +39,7 @@ class AttentionOptions(TypedDict, total=False):
     sinks: torch.Tensor | None
     out: torch.Tensor | None
     out_dtype: torch.dtype | None
+    out_scale: torch.Tensor | None
     return_lse: bool
     lse: torch.Tensor | None
     validate: bool | None
@@ -90,6 +93,7 @@ class Arguments(NamedTuple):
     sinks: torch.Tensor | None = None
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
     validate: bool | None = None
     # From here on: values that a call is prepared for as they are.
     causal: bool = True

@@ -34,7 +34,7 @@ def inputs_of(given: Arguments) -> dict[str, Any]:
     return {
         "q": given.q, **tensors_of(given.cache, given.page_table), "cu_seqlens_q": given.cu_seqlens_q,
         "sinks": given.sinks, "q_descale": given.q_descale, "k_new": given.k_new, "v_new": given.v_new,
-        **_rope_tensors(given.rope),
+        "out_scale": given.out_scale, **_rope_tensors(given.rope),
     }  # fmt: skip
 
 

@@ -78,6 +78,7 @@ class CallTraits(NamedTuple):
         storing: of an append: how new tokens are stored, else None.
         settle: `Target.store_wait`; empty in the interpreter.
         clean: no stored FP8 byte is OCP's negative zero or NaN.
+        o_scale: whether the output is FP8 with a scale.
     """
 
     ragged: bool
@@ -92,11 +93,12 @@ class CallTraits(NamedTuple):
     storing: Storing | None
     settle: str
     clean: bool
+    o_scale: bool = False
 
     @property
     def has_options(self) -> bool:
-        """Whether kernels take a log-sum-exp, sinks, a descale of the query or shifts of logits."""
-        return self.lse or self.sinks or self.q_descale or self.shifts
+        """Whether kernels take a log-sum-exp, sinks, a scale of queries or outputs, or shifts of logits."""
+        return self.lse or self.sinks or self.q_descale or self.shifts or self.o_scale
 
 
 class Route(NamedTuple):
@@ -503,7 +505,7 @@ def _outputs(given: Arguments, traits: CallTraits) -> Outputs:
     lse_token = 0 if not traits.lse else heads if given.lse is None else given.lse.stride(0)
     return Outputs(
         Arg("out"), token, head, Arg("lse") if traits.lse else None, lse_token,
-        Arg("sinks") if traits.sinks else None,
+        Arg("sinks") if traits.sinks else None, Arg("o_scale") if traits.o_scale else None,
     )  # fmt: skip
 
 

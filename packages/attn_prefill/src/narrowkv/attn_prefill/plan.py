@@ -175,6 +175,7 @@ class PrefillPlan(PrefillSettings):
         """A call by this plan; see `run`."""
         q, cache, starts, k_new, v_new = given.q, given.cache, given.cu_seqlens_q, given.k_new, given.v_new
         rope, q_descale, sinks, out, lse = given.rope, given.q_descale, given.sinks, given.out, given.lse
+        out_scale = given.out_scale
         bound, table = self._caches.get(id(cache)), BOUND_TABLES.get(id(given.page_table))
         turn = None if rope is None else BOUND_ROPES.get(id(rope))
         if bound is None or table is None or (rope is not None and turn is None):
@@ -193,6 +194,7 @@ class PrefillPlan(PrefillSettings):
                 None
                 if sinks is None
                 else (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, sinks.requires_grad),
+                None if out_scale is None else metadata_of(out_scale),
                 None if turn is None else (turn.kind, turn.tokens),
                 None
                 if k_new is None or v_new is None
@@ -207,8 +209,9 @@ class PrefillPlan(PrefillSettings):
             raise
         if call is None or given.validate:
             call = self._checked_call(bound, table, turn, signature, given)
-        if bound.scales or type(q_descale) is not float:
-            check_scales({**bound.scales, "q_descale": q_descale}, given.validate)
+        if bound.scales or type(q_descale) is not float or out_scale is not None:
+            scales = {**bound.scales, "q_descale": q_descale, "out_scale": out_scale}
+            check_scales(scales, given.validate)
         read = table.spans if turn is None else [*table.spans, *turn.spans]
         o, lse = self.results(call, given, bound.spans, read, bound.store)
         if call.classes:
@@ -221,7 +224,9 @@ class PrefillPlan(PrefillSettings):
             rotated = _NOTHING if turn is None else turn.arguments
             optional = _NOTHING
             if call.has_options:
-                optional = {"lse": lse, "sinks": sinks, "q_descale": q_descale, "shift": shift}
+                optional = {
+                    "lse": lse, "sinks": sinks, "q_descale": q_descale, "shift": shift, "o_scale": out_scale,
+                }  # fmt: skip
             for served in call.classes:
                 reading, own = bound.readings[served.reading], _NOTHING
                 if k_new is not None:
@@ -243,7 +248,7 @@ class PrefillPlan(PrefillSettings):
                 q, cache, given.page_table, sm_scale=call.checked.scale,
                 q_descale=q_descale if isinstance(q_descale, torch.Tensor) else 1.0, out=o,
                 logits_soft_cap=call.checked.soft_cap, window_left=call.checked.traits.window_left,
-                sinks=sinks, lse=lse, validate=False,
+                sinks=sinks, lse=lse, out_scale=out_scale, validate=False,
             )  # fmt: skip
         return (o, lse) if given.return_lse and lse is not None else o
 
@@ -314,15 +319,16 @@ class PrefillPlan(PrefillSettings):
             bound, cache, given.rope, ragged=table.kind == "ragged", soft_cap=soft_cap > 0,
             sinks=given.sinks is not None, lse=given.return_lse or given.lse is not None,
             q_descale=isinstance(given.q_descale, torch.Tensor), window_left=left, window_right=right,
-            positive=scale > 0,
+            positive=scale > 0, o_scale=given.out_scale is not None,
         )  # fmt: skip
         logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
         if self.config.fp8 is not None and not self.appends:
             # Q's bytes are read as K's are, and lose the same power of two.
             logit_scale *= 2.0 ** widening_exponent(self.k_format, fp8_route(self.config.fp8, self.k_format))
         out_dtype = check_results(
-            q, given.out, given.lse, given.sinks, given.out_dtype, inputs_of(given), head_dim=shape.v_dim
-        )
+            q, given.out, given.lse, given.sinks, given.out_dtype, given.out_scale, inputs_of(given),
+            head_dim=shape.v_dim, target=self.target,
+        )  # fmt: skip
         return CheckedPrefill(shape, scale, logit_scale, soft_cap, out_dtype, traits)
 
     def _traits(

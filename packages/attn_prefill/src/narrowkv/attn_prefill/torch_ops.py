@@ -23,15 +23,17 @@ from narrowkv.runtime.launch.tracing import as_bytes, like_query, register, trac
 _TABLE = "Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens"
 _READ = CACHE_SCHEMA.format(a="", b="", c="", d="")
 _WRITTEN = CACHE_SCHEMA.format(a="(a!)", b="(b!)", c="(c!)", d="(d!)")
-_PREFILL = f"Tensor q, {_READ}, {_TABLE}, Tensor cu_seqlens_q, Tensor? q_descale, Tensor? sinks"
+_PREFILL = (
+    f"Tensor q, {_READ}, {_TABLE}, Tensor cu_seqlens_q, Tensor? q_descale, Tensor? sinks, Tensor? out_scale"
+)
 _APPEND = (
     f"Tensor q, Tensor k_new, Tensor v_new, {_WRITTEN}, Tensor page_ids, Tensor seq_lens, "
-    "Tensor cu_seqlens_q, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? sinks"
+    "Tensor cu_seqlens_q, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? sinks, Tensor? out_scale"
 )
 
 
 def _prefill(q: torch.Tensor, *tensors: Any, **outputs: Any) -> Any:
-    *cached, page_ids, indptr, last_page_len, seq_lens, starts, q_descale, sinks, given = tensors
+    *cached, page_ids, indptr, last_page_len, seq_lens, starts, q_descale, sinks, out_scale, given = tensors
     cache = cache_from(tuple(cached), given)
     table = PageTable(
         given.pop("kind"), page_ids, given.pop("page_size"), indptr, last_page_len, seq_lens,
@@ -40,18 +42,20 @@ def _prefill(q: torch.Tensor, *tensors: Any, **outputs: Any) -> Any:
     number = given.pop("q_number")
     return batch_prefill(
         q.view(given.pop("q_dtype")), cache, table, starts, sinks=sinks,
-        q_descale=number if q_descale is None else q_descale, **given, **outputs,
+        q_descale=number if q_descale is None else q_descale, out_scale=out_scale, **given, **outputs,
     )  # fmt: skip
 
 
 def _append(q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, *tensors: Any, **outputs: Any) -> Any:
-    *cached, page_ids, seq_lens, starts, cos, sin, positions, sinks, given = tensors
+    *cached, page_ids, seq_lens, starts, cos, sin, positions, sinks, out_scale, given = tensors
     cache = cache_from(tuple(cached), given)
     table = PageTable(
         given.pop("kind"), page_ids, given.pop("page_size"), None, None, seq_lens, given.pop("before_append")
     )
     rope = rope_from((cos, sin, positions), given)
-    return prefill_append(q, k_new, v_new, cache, table, starts, rope=rope, sinks=sinks, **given, **outputs)
+    return prefill_append(
+        q, k_new, v_new, cache, table, starts, rope=rope, sinks=sinks, out_scale=out_scale, **given, **outputs
+    )
 
 
 _call_prefill = register("batch_prefill", _PREFILL, _prefill, like_query)
@@ -77,6 +81,7 @@ def traced_prefill(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    out_scale: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
     **options: object,
 ) -> Any:
@@ -89,6 +94,7 @@ def traced_prefill(
     tensors = (
         as_bytes(q), *cache_tensors(cache), page_table.page_ids, page_table.kv_indptr,
         page_table.kv_last_page_len, page_table.seq_lens, cu_seqlens_q, on_device, sinks,
+        out_scale,
     )  # fmt: skip
     spelled = {
         **_table_options(page_table), "out_dtype": out_dtype, "plan": plan, "q_dtype": q.dtype,
@@ -112,6 +118,7 @@ def traced_append(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    out_scale: torch.Tensor | None = None,
     plan: AppendPlan | None = None,
     **options: object,
 ) -> Any:
@@ -119,7 +126,7 @@ def traced_append(
     APPEND.check_keywords(name for name in options if name != "fp8_compute")
     tensors = (
         q, k_new, v_new, *cache_tensors(cache), page_table.page_ids, page_table.seq_lens, cu_seqlens_q,
-        *rope_tensors(rope), sinks,
+        *rope_tensors(rope), sinks, out_scale,
     )  # fmt: skip
     spelled = {
         **_table_options(page_table), "out_dtype": out_dtype, "plan": plan,

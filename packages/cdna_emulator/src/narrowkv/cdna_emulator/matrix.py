@@ -248,8 +248,8 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
 def _products(a: Array, b: Array) -> Array:
     """A [..., m, k] times B [..., n, k], each sum formed in the order of k.
 
-    `numpy.matmul` sums in an order of its own, so that a last bit would depend on the machine. Products of fp32
-    are exact in fp64; those of fp64 are not, and take `numpy.matmul` for its fused multiply-add.
+    `numpy.matmul` sums in an order of its own, so that a last bit would depend on the machine. Products of
+    fp32 are exact in fp64; those of fp64 are not, and take `numpy.matmul` for its fused multiply-add.
     """
     total = np.zeros((*a.shape[:-1], b.shape[-2]))
     for k in range(a.shape[-1]):

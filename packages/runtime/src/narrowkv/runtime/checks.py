@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from narrowkv.runtime.errors import (
+    UnsupportedError,
+    check_descale_tensor,
     check_dtype,
     check_finite_float,
     check_last_dim_contiguous,
@@ -17,8 +19,10 @@ from narrowkv.runtime.errors import (
     check_window,
 )
 from narrowkv.runtime.launch.tracing import wide_dtype
+from narrowkv.runtime.targets import Target
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8_OUT_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)  # with `out_scale`
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device, like: str = "q") -> None:
@@ -82,16 +86,18 @@ def check_sinks(
     check_no_grad(**{name: sinks})
 
 
-def check_out_dtype(out_dtype: torch.dtype | None) -> None:
+def check_out_dtype(
+    out_dtype: torch.dtype | None, dtypes: Collection[torch.dtype] = OUT_DTYPES
+) -> None:  # fmt: skip
     """Checks the dtype that a new output is to have; None leaves it to the operation.
 
     Raises:
-        TypeError, ValueError: it is no dtype, or none of `OUT_DTYPES`.
+        TypeError, ValueError: it is no dtype, or none of `dtypes`.
     """
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype, got {type(out_dtype).__name__}")
-    if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype}")
+    if out_dtype is not None and out_dtype not in dtypes:
+        raise ValueError(f"out_dtype must be one of {tuple(dtypes)}, got {out_dtype}")
 
 
 def check_out(
@@ -148,26 +154,39 @@ def refuse_overlap(
 
 def check_results(
     q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, sinks: torch.Tensor | None,
-    out_dtype: torch.dtype | None, inputs: Mapping[str, Any], *, head_dim: int,
+    out_dtype: torch.dtype | None, out_scale: torch.Tensor | None, inputs: Mapping[str, Any], *,
+    head_dim: int, target: Target,
 ) -> torch.dtype:  # fmt: skip
     """Checks the results that a caller gave, and sinks, of an operation whose output is like q.
 
     Args:
         q: `[tokens, num_qo_heads, head_dim]`.
-        out, lse, sinks, out_dtype: as the caller gave them.
+        out, lse, sinks, out_dtype, out_scale: as the caller gave them.
         inputs: what the call reads, by the names of messages.
         head_dim: channels of the output, which are V's.
+        target: what writes the output.
 
     Returns:
         The dtype of the output.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
+        UnsupportedError: the output is E4M3 FNUZ, and the target one of NVIDIA's, which have no such type.
     """
     check_sinks(sinks, q.shape[1], q.device)
-    check_out_dtype(out_dtype)
+    dtypes = OUT_DTYPES if out_scale is None else FP8_OUT_DTYPES
+    check_out_dtype(out_dtype, dtypes)
     if out is not None:
-        check_out(out, (*q.shape[:2], head_dim), OUT_DTYPES if out_dtype is None else (out_dtype,), q.device)
+        check_out(out, (*q.shape[:2], head_dim), dtypes if out_dtype is None else (out_dtype,), q.device)
+    if out_scale is not None:
+        check_descale_tensor("out_scale", out_scale)
+        check_shape("out_scale", out_scale, (1,))
+        check_device("out_scale", out_scale, q.device)
+        written = out_dtype if out is None else out.dtype
+        if written is None:
+            raise ValueError(f"out_dtype must be one of {dtypes} with out_scale, or out must be given")
+        if written == torch.float8_e4m3fnuz and target.vendor == "nvidia":
+            raise UnsupportedError("out in float8_e4m3fnuz is for AMD: NVIDIA's GPUs have float8_e4m3fn")
     if lse is not None:
         check_lse(lse, tuple(q.shape[:2]), q.device)
     refuse_overlap(out, lse, inputs)

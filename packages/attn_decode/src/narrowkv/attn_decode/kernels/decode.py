@@ -24,6 +24,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     splits_of_sequence,
     tiles_of,
 )
+from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import Table, first_id, sequence_length, times_head_descale
 from narrowkv.paged_cache.kernels.queries import (
     load_query,
@@ -43,7 +44,6 @@ from narrowkv.runtime.attention.results import (
     is_last_program,
     merge_partial_results,
     store_partial_result,
-    write_rows,
 )
 from narrowkv.runtime.attention.softmax import SoftCap, multiply_values
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
@@ -255,6 +255,6 @@ def _paged_decode_kernel(
                     BLOCKS.m, BLOCKS.d, 4 if BLOCKS.m < 64 else 1,
                 )  # fmt: skip
     write_rows(
-        io.o, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
+        io.o, io.o_scale, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
         io.o_token, io.o_head, io.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import attended_span, even_split, splits_of_sequence, tiles_of
+from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import Table, sequence_length, times_head_descale
 from narrowkv.runtime.attention.handover import await_previous_launch
-from narrowkv.runtime.attention.results import write_rows
 from narrowkv.runtime.attention.softmax import merge_step, output_factor
 
 _WEIGHT = tl.constexpr(2.0**-16)  # the largest weight of a state in sums
@@ -80,7 +80,7 @@ def _merge_splits_kernel(
     scale = tl.full([1], 1.0, tl.float32) * out_scale
     scale = times_head_descale(scale, v_descale, seq, kv_head, V.descale)
     write_rows(
-        io.o, io.lse, io.sinks, acc, m, l, scale, heads, tokens, one == 0, d,
+        io.o, io.o_scale, io.lse, io.sinks, acc, m, l, scale, heads, tokens, one == 0, d,
         io.o_token, io.o_head, io.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip
 

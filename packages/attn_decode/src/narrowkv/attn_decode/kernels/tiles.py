@@ -22,7 +22,8 @@ class Rows(NamedTuple):
     stored keys, natural ones with a soft cap, else in base 2. It is only given where a soft cap, sinks or an
     lse see that.
 
-    `q_descale`: one number that FP8 queries are multiplied by, or None.
+    `q_descale`: one number that FP8 queries are multiplied by, or None. `o_scale`: one number that FP8
+    outputs are still to be multiplied by, or None.
     """
 
     q: Any
@@ -40,6 +41,7 @@ class Rows(NamedTuple):
     k_offset: Any = None
     offset_scale: Any = None
     q_descale: Any = None
+    o_scale: Any = None
 
 
 class PartialResults(NamedTuple):

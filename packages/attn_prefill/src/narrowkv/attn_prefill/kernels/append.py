@@ -21,6 +21,7 @@ from narrowkv.attn_prefill.kernels.rows import (
 )
 from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_shares
 from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated
+from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import (
     Descale,
     KVPointers,
@@ -37,7 +38,7 @@ from narrowkv.paged_cache.kernels.queries import (
 )
 from narrowkv.paged_cache.kernels.tiles import accumulate, confine_nonfinite
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
-from narrowkv.runtime.attention.results import merge_splits, write_rows
+from narrowkv.runtime.attention.results import merge_splits
 from narrowkv.runtime.attention.softmax import (
     SoftCap,
     capped_logits,
@@ -249,6 +250,6 @@ def _prefill_append_kernel(
         )  # fmt: skip
     if write:
         write_rows(
-            out.ptr, out.lse, out.sinks, acc, m, l, tl.full([BLOCKS.m], 1.0, tl.float32), heads, tokens,
-            row_mask, d, out.token, out.head, out.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
+            out.ptr, out.scale, out.lse, out.sinks, acc, m, l, tl.full([BLOCKS.m], 1.0, tl.float32), heads,
+            tokens, row_mask, d, out.token, out.head, out.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
         )  # fmt: skip

@@ -25,7 +25,10 @@ class Queries(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """O `[tokens, heads, v_head_dim]`, lse `[tokens, heads]` or None, sinks `[heads]` or None."""
+    """O `[tokens, heads, v_head_dim]`, lse `[tokens, heads]` or None, sinks `[heads]` or None.
+
+    `scale`: what FP8 numbers of O are still to be multiplied by, one float32, or None.
+    """
 
     ptr: Any
     token: Any
@@ -33,6 +36,7 @@ class Outputs(NamedTuple):
     lse: Any
     lse_token: Any
     sinks: Any
+    scale: Any = None
 
 
 class Tile(NamedTuple):

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna3, cdna4, warp_pipeline_stage
 
 from narrowkv.attn_prefill.kernels import dense, rows
-from narrowkv.paged_cache.kernels import pages, queries
-from narrowkv.runtime.attention import masks, results, softmax, xcds
+from narrowkv.paged_cache.kernels import outputs, pages, queries
+from narrowkv.runtime.attention import masks, softmax, xcds
 from narrowkv.runtime.launch.gluon import in_gluon
 
 async_copy = cdna4.async_copy
@@ -28,7 +28,7 @@ masked_scores = in_gluon(dense.masked_scores)
 program_on_its_xcd = in_gluon(xcds.program_on_its_xcd)
 multiply_values = in_gluon(softmax.multiply_values)
 softmax_step = in_gluon(softmax.softmax_step)
-write_rows = in_gluon(results.write_rows)
+write_rows = in_gluon(outputs.write_rows)
 
 
 class CdnaCall(NamedTuple):
@@ -348,7 +348,7 @@ def _cdna_prefill_kernel(
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, False)
     l = sum_of_held_keys(l, tile, within, RULES.window_right)
     write_rows(
-        out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
+        out.ptr, out.scale, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
         gl.arange(0, SIZES.head_dim, gl.SliceLayout(0, CALL.SUMS)), out.token, out.head, out.lse_token,
         SIZES.head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip

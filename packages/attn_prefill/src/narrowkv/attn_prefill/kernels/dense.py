@@ -16,11 +16,12 @@ from narrowkv.attn_prefill.kernels.rows import (
     sum_of_held_keys,
 )
 from narrowkv.paged_cache.kernels.append import load_rotated
+from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import times_head_descale
 from narrowkv.paged_cache.kernels.queries import as_fp8, load_query, scale_to_fp16, split_query
 from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, apply_value_factors
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
-from narrowkv.runtime.attention.results import merge_splits, write_rows
+from narrowkv.runtime.attention.results import merge_splits
 from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, multiply_values, softmax_step
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
 
@@ -282,7 +283,7 @@ def _dense_prefill_kernel(
     if write:
         l = sum_of_held_keys(l, tile, within, RULES.window_right)
         write_rows(
-            out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
+            out.ptr, out.scale, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
             tl.arange(0, BLOCKS.d), out.token, out.head, out.lse_token, SIZES.v_head_dim,
             RULES.sinks, RULES.lse,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     tile_of,
 )
 from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_shares
+from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import (
     Descale,
     KVPointers,
@@ -37,7 +38,7 @@ from narrowkv.paged_cache.kernels.tiles import (
 )
 from narrowkv.quant.device import join_parts
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
-from narrowkv.runtime.attention.results import merge_splits, write_rows
+from narrowkv.runtime.attention.results import merge_splits
 from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, multiply_values
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
 
@@ -260,6 +261,6 @@ def _fused_prefill_kernel(
         if not last_one:
             return
     write_rows(
-        out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask, tl.arange(0, BLOCKS.d),
-        out.token, out.head, out.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
+        out.ptr, out.scale, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
+        tl.arange(0, BLOCKS.d), out.token, out.head, out.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.attn_prefill.kernels import rows
+from narrowkv.paged_cache.kernels import outputs
 from narrowkv.runtime.attention import results
 from narrowkv.runtime.launch.gluon import in_gluon
 
@@ -15,6 +16,7 @@ shifted_maximum = in_gluon(rows.shifted_maximum)
 sum_of_held_keys = in_gluon(rows.sum_of_held_keys)
 output_rows = in_gluon(results.output_rows)
 write_lse = in_gluon(results.write_lse)
+narrow_output = in_gluon(outputs.narrow_output)
 
 
 @gluon.constexpr_function
@@ -85,6 +87,6 @@ def write_half_tile(
     o = output_rows(out.sinks, acc, m, l, o_scale, heads, row_mask, HAS_SINKS)
     if WRITE_LSE:
         write_lse(out.lse, m, l, heads, tokens, row_mask, out.lse_token)
-    o = gl.convert_layout(o.to(out.ptr.dtype.element_ty), line_layout(HEAD_DIM))
+    o = gl.convert_layout(narrow_output(o, out.ptr, out.scale), line_layout(HEAD_DIM))
     at, mask = lines_of(out, tile, kv_head, tile.number * 2 + half, GQA_RATIO, ROWS, HEAD_DIM)
     gl.store(at, o, mask=mask)

@@ -10,6 +10,7 @@ import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_dcp_group
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -332,6 +333,14 @@ class NarrowAttention(AttentionImpl):
         """
         return not self.rotates and self._ranks is None
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether attention writes outputs that vLLM would quantise next, so that its fusion leaves that out.
+
+        It does to the device's FP8 with one scale that is known before. INT4 slots rotate outputs back, and
+        decode context parallelism merges partial results.
+        """
+        return quant_key == kFp8StaticTensorSym and not self.rotates and self._ranks is None
+
     def do_rope_and_kv_cache_update(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool, kv_cache: torch.Tensor,
@@ -382,9 +391,15 @@ class NarrowAttention(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of a step's tokens `[tokens, num_heads, head_dim]` into `output`."""
-        if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedError("narrowkv's backend has no quantised output: turn fuse_attn_quant off")
+        """Attention of a step's tokens `[tokens, num_heads, head_dim]` into `output`.
+
+        With `output_scale`, one fp32 number, `output` is FP8: see `fused_output_quant_supported`.
+        """
+        unserved = output_scale is not None and (self.rotates or self._ranks is not None)
+        if unserved or output_block_scale is not None:
+            raise UnsupportedError(
+                "narrowkv's backend has no such quantised output: turn fuse_attn_quant off"
+            )
         if attn_metadata is None:  # vLLM measures its memory
             if query.device.type != "cpu":
                 torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=query.device)
@@ -397,6 +412,8 @@ class NarrowAttention(AttentionImpl):
         if self.rotates:
             q = randomly_rotated(q)
         options: dict[str, Any] = {"max_batch": self._max_batch, "sinks": self.sinks, **self.options}
+        if output_scale is not None:
+            options["out_scale"] = output_scale.view(1)
         if self._ranks is not None and isinstance(step, RanksStep):
             if self.rotates:
                 key, value = randomly_rotated(key), randomly_rotated(value)

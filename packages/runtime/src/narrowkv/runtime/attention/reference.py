@@ -67,7 +67,16 @@ def attention_reference(
 def finish(
     o: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor | None, options: Mapping[str, Any]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The result where and as the caller wants it; float32 unless `out` or `out_dtype` says otherwise."""
+    """The result where and as the caller wants it; float32 unless `out` or `out_dtype` says otherwise.
+
+    With `out_scale` it is divided by that, and saturates in FP8.
+    """
+    if options.get("out_scale") is not None:
+        o = o / options["out_scale"]
+        dtype = options.get("out_dtype") if out is None else out.dtype
+        if dtype is not None:
+            most = torch.finfo(dtype).max
+            o = o.clamp(-most, most)
     if out is not None:
         o = out.copy_(o)
     elif options.get("out_dtype") is not None:

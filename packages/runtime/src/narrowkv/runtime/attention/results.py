@@ -1,4 +1,4 @@
-"""Device helpers (`@triton.jit`) that write rows of the output, of lse, and partial results of splits."""
+"""Device helpers (`@triton.jit`) for rows of the output, of lse, and partial results of splits."""
 
 import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to get Triton
 import triton
@@ -107,15 +107,3 @@ def output_rows(sinks_ptr, acc, m, l, out_scale, heads, row_mask, HAS_SINKS: tl.
 def write_lse(lse_ptr, m, l, heads, tokens, row_mask, stride_lse):
     """The natural-log lse of rows, which leaves the sink out."""
     tl.store(lse_ptr + tokens * stride_lse + heads, natural_lse(m, l), mask=row_mask)
-
-
-@triton.jit
-def write_rows(o_ptr, lse_ptr, sinks_ptr, acc, m, l, out_scale, heads, tokens, row_mask, d,
-                stride_ot, stride_oh, stride_lse,
-                HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr):  # fmt: skip
-    """Rows of O and of lse into memory."""
-    o = output_rows(sinks_ptr, acc, m, l, out_scale, heads, row_mask, HAS_SINKS)
-    o_off = tokens[:, None] * stride_ot + heads[:, None] * stride_oh + d[None, :]
-    tl.store(o_ptr + o_off, o.to(o_ptr.dtype.element_ty), mask=row_mask[:, None] & (d < HEAD_DIM)[None, :])
-    if WRITE_LSE:
-        write_lse(lse_ptr, m, l, heads, tokens, row_mask, stride_lse)

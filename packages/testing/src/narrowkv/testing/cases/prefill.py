@@ -17,6 +17,7 @@ from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.attn_prefill.planning import plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, append
+from narrowkv.runtime.launch.tracing import wide_dtype
 from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing.cases import CaseError, Inputs, decode, each_alone, named, unknown, word_of
 from narrowkv.testing.cases import cache as cases
@@ -48,7 +49,7 @@ class PrefillCase(cases.CacheCase):
         kernel: forces one of the operation's kernels; empty leaves it to the target.
         q_lens: query tokens of each sequence; `lens` counts the keys, the new ones included.
         gqa_ratio: query heads for each KV head.
-        q_dtype: bf16 or fp16, or FP8 for a prefill.
+        q_dtype: bf16 or fp16, or FP8 for a prefill; out_dtype: of the output, None for q's.
         fp8_compute: option of an append.
         causal, window_left, window_right, logits_soft_cap, sinks: options; -1 and 0 are off.
         num_splits: forces how many programs share a tile's keys; 0 leaves it to the plan.
@@ -66,6 +67,7 @@ class PrefillCase(cases.CacheCase):
     head_dim: int = 64
     gqa_ratio: int = named(3, "ratio")
     q_dtype: torch.dtype = named(torch.bfloat16, "q", QUERIES)
+    out_dtype: torch.dtype | None = named(None, "out", decode.OUTPUTS)
     fp8_compute: bool = False
     causal: bool = True
     window_left: int = -1
@@ -168,6 +170,7 @@ class PrefillCase(cases.CacheCase):
         names = (AppendOptions if self.appends else PrefillOptions).__annotations__
         options = {name: getattr(self, name) for name in names if hasattr(self, name)}
         options["sinks"] = None
+        options |= decode.scale_of_outputs(self.out_dtype, device)
         if self.appends:
             q, k_new, v_new, cache, table, starts, options["rope"] = self.build_append(device)
             before = cases.copy_cache(cache)
@@ -216,7 +219,7 @@ class PrefillInputs(Inputs):
         """The case's operation: `(o, lse)`. Scratch holds NaN before, and the output where it is given."""
         plan = plan or self.plan()
         poison_plan(plan)
-        dtype = self.q.dtype if self.q.dtype.itemsize == 2 else torch.bfloat16
+        dtype = self.case.out_dtype or wide_dtype(self.q)
         size = (*self.q.shape[:2], self.cache.v_head_dim)
         out = torch.full(size, torch.nan, dtype=dtype, device=self.q.device)
         o, lse = self.run(plan, return_lse=True, **({} if self.case.appends else {"out": out}))
@@ -239,7 +242,7 @@ class PrefillInputs(Inputs):
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`(o, lse)` in fp32 on the dequantised cache."""
-        options = {**self.options, "return_lse": True}
+        options = {**decode.reference_options(self.options), "return_lse": True}
         if self.wanted is not None:
             k_new, v_new = self.new
             o, lse = prefill_append_reference(
@@ -282,6 +285,7 @@ _ON_FP8_MATRIX_UNITS = (
 AXES: dict[str, tuple[Any, ...]] = {
     "format": ("bf16", "fp16", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", decode.K8V4, "int8", "int4"),
     "q_dtype": (torch.float16,),
+    "out_dtype": (torch.float8_e4m3fn,),
     "layout": ("HND", "concat", "vectorised", "padded"),
     "page_size": (1, 3, 32, 64, 128),
     "head_dim": (80, 96, 112, 128, 192, 256, 320, 512),
