@@ -14,7 +14,7 @@ from narrowkv.runtime.errors import check_instance
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from narrowkv.context_parallel.plan import CPDecodeOptions
+    from narrowkv.attn_decode.options import AttentionOptions
 
 
 def cp_paged_decode(
@@ -23,7 +23,7 @@ def cp_paged_decode(
     table: ShardedTable,
     *,
     plan: CPDecodePlan,
-    **options: Unpack[CPDecodeOptions],
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's newest tokens over a cache of which every rank holds a part.
 
@@ -38,7 +38,7 @@ def cp_paged_decode(
         table: this rank's page table, from `ShardLayout.shard_table`, which a window is part of.
         plan: from `plan_cp_decode`.
         **options: `sm_scale`, `out`, `out_dtype`, `logits_soft_cap`, `sinks`, `return_lse`, `lse` and
-            `validate`: see `CPDecodeOptions`.
+            `validate`: see `narrowkv.attn_decode.AttentionOptions`, of this rank's heads.
 
     Returns:
         `o`, or `(o, lse)`, of q's heads over all ranks' tokens: natural logarithms, without the sink.

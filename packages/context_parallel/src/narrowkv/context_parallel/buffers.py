@@ -13,14 +13,13 @@ from narrowkv.context_parallel.exchange import ExchangeSizes, Partial, Take, blo
 from narrowkv.context_parallel.layout import ShardLayout
 from narrowkv.runtime.launch import Workspace, block_bytes
 from narrowkv.runtime.launch.workspace import Block
-from narrowkv.runtime.operation import Plan
 
 HEADS = ("sharded", "replicated")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Moves(Plan):
-    """What steps of a plan send to other ranks; the fields are those of `CPDecodePlan`."""
+@dataclass(frozen=True)
+class Moves:
+    """Buffers that steps send to other ranks; the fields are those of `CPDecodePlan`."""
 
     layout: ShardLayout
     comm: str
@@ -28,6 +27,7 @@ class Moves(Plan):
     heads: str
     head_groups: int
     shape: DecodeShape
+    device: torch.device
 
     def sizes(self, tokens: int) -> ExchangeSizes:
         """Sizes of the exchange of one head group in calls with this many query tokens."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, plan_decode
-from narrowkv.attn_decode.options import PLAIN_VALUES, DecodeArguments
+from narrowkv.attn_decode.options import PLAIN_VALUES, AttentionOptions, DecodeArguments
 from narrowkv.context_parallel.buffers import (
     HEADS,
     Buffers,
@@ -22,7 +22,7 @@ from narrowkv.context_parallel.buffers import (
 from narrowkv.context_parallel.exchange import COMMS, PARTIAL_DTYPES, Partial, SymmetricMemory, sent_bytes
 from narrowkv.context_parallel.groups import Group, agreement, all_gather, check_layout, group_of
 from narrowkv.context_parallel.heads import every_nth_head
-from narrowkv.context_parallel.layout import ShardedTable
+from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.checks import check_one_width
 from narrowkv.paged_cache.descales import static_scales
@@ -36,38 +36,15 @@ from narrowkv.runtime.errors import (
     check_shape,
 )
 from narrowkv.runtime.launch import Workspace
-from narrowkv.runtime.operation import Operation, Prepared, signature_of, spans_of_arguments
+from narrowkv.runtime.operation import Operation, Plan, Prepared, signature_of, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class CPDecodeOptions(TypedDict, total=False):
-    """Keywords of `cp_paged_decode` and of `CPDecodePlan.run`.
-
-    Attributes:
-        sm_scale, logits_soft_cap: as for `narrowkv.attn_decode.paged_decode`.
-        out: where to write, like q. out_dtype: dtype of a new output; default q's.
-        sinks: `[heads of q]`, fp32, bf16 or fp16: a logit per head with value 0.
-        return_lse: also return the log-sum-exp of whole sequences. lse: where to write it, `[batch * q_len,
-            heads of q]` fp32.
-        validate: True looks at lengths and page ids of this rank's table, which waits for the device; of
-            descale tensors see `narrowkv.attn_decode.paged_decode`.
-    """
-
-    sm_scale: float | None
-    out: torch.Tensor | None
-    out_dtype: torch.dtype | None
-    logits_soft_cap: float
-    sinks: torch.Tensor | None
-    return_lse: bool
-    lse: torch.Tensor | None
-    validate: bool | None
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CPDecodePlan(Moves):
+class CPDecodePlan(Plan):
     """Decode steps over a sequence that is spread over ranks; made by `plan_cp_decode`.
 
     A plan serves every layer of a model and every batch up to its own. Its calls share its buffers, so they
@@ -86,9 +63,15 @@ class CPDecodePlan(Moves):
     """
 
     operation: ClassVar[Operation] = Operation(
-        "cp_paged_decode", CPDecodeOptions, DecodeArguments, "plan_cp_decode"
+        "cp_paged_decode", AttentionOptions, DecodeArguments, "plan_cp_decode"
     )
     compared: ClassVar[bool] = False  # local plans compare their calls
+    layout: ShardLayout
+    comm: str
+    partial_dtype: torch.dtype
+    heads: str
+    head_groups: int
+    shape: DecodeShape
     local: tuple[DecodePlan, ...]
     group: dist.ProcessGroup | None
     memory: SymmetricMemory | None = field(repr=False, default=None)
@@ -112,7 +95,7 @@ class CPDecodePlan(Moves):
         if world == 1:
             return {"q": 0, "partials": 0, "o": 0}
         others = tokens * shape.num_qo_heads // world * (world - 1)
-        partials = self.head_groups * sent_bytes(self.sizes(tokens), self.partial_dtype, self.comm)
+        partials = self.head_groups * sent_bytes(self.moves.sizes(tokens), self.partial_dtype, self.comm)
         sharded = self.heads == "sharded"
         return {
             "q": others * shape.head_dim * shape.q_dtype.itemsize if sharded else 0,
@@ -126,7 +109,7 @@ class CPDecodePlan(Moves):
 
     def exchange_bytes(self) -> int:
         """Bytes of a workspace for queries and partial results on their way between ranks."""
-        return 0 if self.layout.world == 1 else exchange_bytes(self)
+        return 0 if self.layout.world == 1 else exchange_bytes(self.moves)
 
     def with_workspaces(self, workspace: Workspace, exchange: Workspace) -> CPDecodePlan:
         """The same plan in the caller's memory. Plans may share it if their calls run one after another.
@@ -155,6 +138,13 @@ class CPDecodePlan(Moves):
         return replace(made, local=local)
 
     @cached_property
+    def moves(self) -> Moves:
+        """What steps send to other ranks."""
+        return Moves(
+            self.layout, self.comm, self.partial_dtype, self.heads, self.head_groups, self.shape, self.device
+        )
+
+    @cached_property
     def _workspace(self) -> Workspace:
         return Workspace(self.exchange_bytes(), self.device) if self.exchange is None else self.exchange
 
@@ -162,11 +152,11 @@ class CPDecodePlan(Moves):
         """Buffers of calls with this many query tokens; calls with more or fewer use the same memory."""
         if tokens not in self._buffers:
             symmetric = None if self.memory is None else self.memory.buffer
-            self._buffers[tokens] = allocate(self, tokens, symmetric, self._workspace)
+            self._buffers[tokens] = allocate(self.moves, tokens, symmetric, self._workspace)
         return self._buffers[tokens]
 
     def run(
-        self, q: torch.Tensor, cache: PagedKVCache, table: ShardedTable, **options: Unpack[CPDecodeOptions]
+        self, q: torch.Tensor, cache: PagedKVCache, table: ShardedTable, **options: Unpack[AttentionOptions]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`cp_paged_decode` by this plan: the same arguments and results."""
         self.operation.check_keywords(options)
@@ -371,7 +361,7 @@ def plan_cp_decode(
         }  # fmt: skip
     if comm != "symm_mem":
         return plan
-    memory = SymmetricMemory(symmetric_places(plan)[1][-1], ranks, plan.device)
+    memory = SymmetricMemory(symmetric_places(plan.moves)[1][-1], ranks, plan.device)
     return replace(plan, memory=memory)
 
 
