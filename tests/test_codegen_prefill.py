@@ -118,8 +118,8 @@ LAUNCHES = {
 def assert_scalars_stay(artifacts: list[CompiledArtifact]) -> None:
     """Only kernels of several programs or loops keep scalars in lanes of vector registers.
 
-    They are what one kind of program, or one of the two loops, needs while another runs. None moves in the hot
-    loop.
+    They are what one kind of program, or one of the two loops, needs while another runs. In the hot loop none
+    moves.
     """
     for code in artifacts:
         assert code.name in SCALARS_IN_LANES or code.registers.sgpr_spills == 0, (code.name, code.registers)

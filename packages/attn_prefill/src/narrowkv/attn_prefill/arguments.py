@@ -2,63 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 
+from narrowkv.attn_decode.options import LocalOptions
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.runtime.operation import Operation
 
 
-class AttentionOptions(TypedDict, total=False):
-    """Keywords of `batch_prefill` and of `prefill_append`.
-
-    Attributes:
-        sm_scale: softmax scale; default `head_dim ** -0.5`.
-        logits_soft_cap: `c * tanh(logits / c)` when positive.
-        window_left: how many keys before itself a row attends to; -1 for all.
-        sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
-        out: where to write, `[tokens, num_qo_heads, v_head_dim]`, bf16, fp16 or fp32; it must not overlap any
-            other tensor of the call.
-        out_dtype: bf16, fp16 or fp32, of a new output; default q's dtype, and bf16 for FP8 queries. With
-            `out_scale` FP8.
-        out_scale: fp32 `[1]`, for an output in FP8; see `DecodeOptions`.
-        return_lse: also return the log-sum-exp.
-        lse: where to write the log-sum-exp, `[tokens, num_qo_heads]` fp32, last dimension contiguous. It is
-            returned only with `return_lse`.
-        validate: True looks at the values of all metadata first (cu_seqlens_q, lengths, page ids, descales,
-            positions, bounds of the plan), which waits for the device. None, the default, reads `q_descale`
-            and descale tensors per tensor, head or sequence in the first call that has them, and again if
-            they have changed in place; if lengths are on the CPU, the first call of some size refuses those
-            beyond the plan's maxima. False reads nothing.
-    """
-
-    sm_scale: float | None
-    logits_soft_cap: float
-    window_left: int
-    sinks: torch.Tensor | None
-    out: torch.Tensor | None
-    out_dtype: torch.dtype | None
-    out_scale: torch.Tensor | None
-    return_lse: bool
-    lse: torch.Tensor | None
-    validate: bool | None
-
-
-class AppendOptions(AttentionOptions, total=False):
+class AppendOptions(LocalOptions, total=False):
     """Keywords of `prefill_append`, `AppendPlan.run` and `prefill_append_reference`.
 
     Attributes:
         rope: rotary embedding of q and k_new, by each new token's position. Rotated queries and keys are
             rounded to q's dtype for attention; the cache gets the keys before that rounding.
 
-    The other attributes are those of `AttentionOptions`.
+    The other attributes are those of `LocalOptions`.
     """
 
     rope: Rope | None
 
 
-class PrefillOptions(AttentionOptions, total=False):
+class PrefillOptions(LocalOptions, total=False):
     """Keywords of `batch_prefill`, `PrefillPlan.run` and `batch_prefill_reference`.
 
     Attributes:
@@ -67,7 +33,7 @@ class PrefillOptions(AttentionOptions, total=False):
         window_right: how many keys after itself a row attends to; -1 for all.
         batch_invariant: a sequence's result has the same bits alone and in any batch; see `plan_prefill`.
 
-    The other attributes are those of `AttentionOptions`.
+    The other attributes are those of `LocalOptions`.
     """
 
     causal: bool

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from narrowkv.context_parallel.layout import ShardedTable
 from narrowkv.context_parallel.plan import CPDecodePlan
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.errors import check_instance
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from narrowkv.attn_decode.options import AttentionOptions
 
 
 def cp_paged_decode(
@@ -16,14 +23,7 @@ def cp_paged_decode(
     table: ShardedTable,
     *,
     plan: CPDecodePlan,
-    sm_scale: float | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    logits_soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    lse: torch.Tensor | None = None,
-    validate: bool | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's newest tokens over a cache of which every rank holds a part.
 
@@ -37,13 +37,8 @@ def cp_paged_decode(
         cache: this rank's tokens; any layout, page size and format.
         table: this rank's page table, from `ShardLayout.shard_table`, which a window is part of.
         plan: from `plan_cp_decode`.
-        sm_scale, logits_soft_cap: as for `narrowkv.attn_decode.paged_decode`.
-        out: where to write, like q. out_dtype: dtype of a new output; default q's.
-        sinks: `[heads of q]`, fp32, bf16 or fp16: a logit per head with value 0.
-        return_lse: also return the log-sum-exp of whole sequences. lse: where to write it, `[batch * q_len,
-            heads of q]` fp32.
-        validate: True looks at lengths and page ids of this rank's table, which waits for the device; of
-            descale tensors see `narrowkv.attn_decode.paged_decode`.
+        **options: `sm_scale`, `out`, `out_dtype`, `logits_soft_cap`, `sinks`, `return_lse`, `lse` and
+            `validate`: see `narrowkv.attn_decode.AttentionOptions`, of this rank's heads.
 
     Returns:
         `o`, or `(o, lse)`, of q's heads over all ranks' tokens: natural logarithms, without the sink.
@@ -66,7 +61,4 @@ def cp_paged_decode(
         torch.Size([1, 4, 64])
     """
     check_instance("plan", plan, CPDecodePlan)
-    return plan.run(
-        q, cache, table, sm_scale=sm_scale, out=out, out_dtype=out_dtype, logits_soft_cap=logits_soft_cap,
-        sinks=sinks, return_lse=return_lse, lse=lse, validate=validate,
-    )  # fmt: skip
+    return plan.run(q, cache, table, **options)

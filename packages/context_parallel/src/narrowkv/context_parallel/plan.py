@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, plan_decode
+from narrowkv.attn_decode.options import PLAIN_VALUES, AttentionOptions, DecodeArguments
 from narrowkv.context_parallel.buffers import (
     HEADS,
     Buffers,
@@ -25,6 +26,7 @@ from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.checks import check_one_width
 from narrowkv.paged_cache.descales import static_scales
+from narrowkv.runtime.checks import check_results, refuse_overlap
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
@@ -34,11 +36,15 @@ from narrowkv.runtime.errors import (
     check_shape,
 )
 from narrowkv.runtime.launch import Workspace
+from narrowkv.runtime.operation import Operation, Plan, Prepared, signature_of, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@dataclass(frozen=True, eq=False)
-class CPDecodePlan:
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CPDecodePlan(Plan):
     """Decode steps over a sequence that is spread over ranks; made by `plan_cp_decode`.
 
     A plan serves every layer of a model and every batch up to its own. Its calls share its buffers, so they
@@ -50,11 +56,16 @@ class CPDecodePlan:
         shape: of a rank's attention over all heads; `batch` is the maximum.
         local: plans of a rank's attention, one a head group.
         group: the ranks; None in a world of one.
-        device: where the tensors are.
         memory: what other ranks write with "symm_mem".
         exchange: memory of queries and partial results; see `with_workspaces`.
+
+    The other attributes are those of `narrowkv.runtime.operation.Plan`.
     """
 
+    operation: ClassVar[Operation] = Operation(
+        "cp_paged_decode", AttentionOptions, DecodeArguments, "plan_cp_decode"
+    )
+    compared: ClassVar[bool] = False  # local plans compare their calls
     layout: ShardLayout
     comm: str
     partial_dtype: torch.dtype
@@ -63,7 +74,6 @@ class CPDecodePlan:
     shape: DecodeShape
     local: tuple[DecodePlan, ...]
     group: dist.ProcessGroup | None
-    device: torch.device
     memory: SymmetricMemory | None = field(repr=False, default=None)
     exchange: Workspace | None = field(repr=False, default=None)
     _buffers: dict[int, Buffers] = field(init=False, repr=False, default_factory=dict)
@@ -85,8 +95,7 @@ class CPDecodePlan:
         if world == 1:
             return {"q": 0, "partials": 0, "o": 0}
         others = tokens * shape.num_qo_heads // world * (world - 1)
-        moves = self._moves()
-        partials = self.head_groups * sent_bytes(moves.sizes(tokens), self.partial_dtype, self.comm)
+        partials = self.head_groups * sent_bytes(self.moves.sizes(tokens), self.partial_dtype, self.comm)
         sharded = self.heads == "sharded"
         return {
             "q": others * shape.head_dim * shape.q_dtype.itemsize if sharded else 0,
@@ -100,7 +109,7 @@ class CPDecodePlan:
 
     def exchange_bytes(self) -> int:
         """Bytes of a workspace for queries and partial results on their way between ranks."""
-        return 0 if self.layout.world == 1 else exchange_bytes(self._moves())
+        return 0 if self.layout.world == 1 else exchange_bytes(self.moves)
 
     def with_workspaces(self, workspace: Workspace, exchange: Workspace) -> CPDecodePlan:
         """The same plan in the caller's memory. Plans may share it if their calls run one after another.
@@ -120,10 +129,17 @@ class CPDecodePlan:
         ):  # fmt: skip
             if given.num_bytes < least:
                 raise ValueError(f"{name} must have at least {least} bytes, got {given.num_bytes}")
-        local = tuple(replace(each, workspace=workspace) for each in self.local)
-        return replace(self, local=local, exchange=exchange)
+        return replace(self.with_workspace(workspace), exchange=exchange)
 
-    def _moves(self) -> Moves:
+    def with_workspace(self, workspace: Workspace | None = None) -> CPDecodePlan:
+        """The same plan with memory for this rank's own attention, or in a workspace that plans share."""
+        made = super().with_workspace(workspace)
+        local = tuple(replace(each, workspace=made.workspace) for each in made.local)
+        return replace(made, local=local)
+
+    @cached_property
+    def moves(self) -> Moves:
+        """What steps send to other ranks."""
         return Moves(
             self.layout, self.comm, self.partial_dtype, self.heads, self.head_groups, self.shape, self.device
         )
@@ -136,48 +152,45 @@ class CPDecodePlan:
         """Buffers of calls with this many query tokens; calls with more or fewer use the same memory."""
         if tokens not in self._buffers:
             symmetric = None if self.memory is None else self.memory.buffer
-            self._buffers[tokens] = allocate(self._moves(), tokens, symmetric, self._workspace)
+            self._buffers[tokens] = allocate(self.moves, tokens, symmetric, self._workspace)
         return self._buffers[tokens]
 
     def run(
-        self, q: torch.Tensor, cache: PagedKVCache, table: ShardedTable, *, sm_scale: float | None,
-        out: torch.Tensor | None, out_dtype: torch.dtype | None, logits_soft_cap: float,
-        sinks: torch.Tensor | None, return_lse: bool, lse: torch.Tensor | None, validate: bool | None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, q: torch.Tensor, cache: PagedKVCache, table: ShardedTable, **options: Unpack[AttentionOptions]
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`cp_paged_decode` by this plan: the same arguments and results."""
-        self._check(q, table, out, lse, sinks)
-        check_scales(static_scales(cache), validate)
-        options: dict[str, Any] = {
-            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "validate": validate
-        }  # fmt: skip
+        self.operation.check_keywords(options)
+        whole = check_instance("table", table, ShardedTable).table
+        given = DecodeArguments(q, cache, whole, **options)
+        signature = signature_of(
+            table.layout, table.q_len, whole.batch_size, q, given.out, given.lse, given.sinks,
+            given[PLAIN_VALUES],
+        )  # fmt: skip
+        call = self.calls.find(signature)
+        if call is None:
+            call = self.prepared(signature, self._check(given, table), given)
+        check_scales(static_scales(cache), given.validate)
         if self.layout.world == 1:
-            return self.local[0].run(
-                q, cache, table.table, sinks=sinks, out=out, out_dtype=out_dtype, return_lse=return_lse,
-                lse=lse, **options,
-            )  # fmt: skip
-        if out is None:
-            out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
-        elif out_dtype is not None and out.dtype != out_dtype:
-            raise TypeError(f"out must have dtype {out_dtype}, got {out.dtype}")
-        if lse is None and return_lse:
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            return self.local[0].call(given)
+        out, lse = self.results(call, given)
         if q.shape[0]:
             assert self.group is not None
-            self._step(q, cache, table, options, sinks, out, lse, self.group)
-        return (out, lse) if return_lse and lse is not None else out
+            self._step(given, out, lse, self.group)
+        return (out, lse) if given.return_lse and lse is not None else out
 
     def _step(
-        self, q: torch.Tensor, cache: PagedKVCache, table: ShardedTable, options: dict[str, Any],
-        sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None, group: dist.ProcessGroup,
-    ) -> None:  # fmt: skip
-        buffers, groups = self._of(q.shape[0]), self.head_groups
+        self, given: DecodeArguments, out: torch.Tensor, lse: torch.Tensor | None, group: dist.ProcessGroup
+    ) -> None:
+        q, sinks, groups = given.q, given.sinks, self.head_groups
+        buffers = self._of(q.shape[0])
         queries = self._gather_queries(q, buffers, group)
         pending = []
         for number, partial in enumerate(buffers.partial):
-            self.local[number].run(
-                queries[number], every_nth_head(cache, number, groups), table.table, out=partial.o,
-                lse=partial.lse, **options,
+            part = given._replace(
+                q=queries[number], cache=every_nth_head(given.cache, number, groups), out=partial.o,
+                out_dtype=None, lse=partial.lse, return_lse=False, sinks=None,
             )  # fmt: skip
+            self.local[number].call(part)
             pending.append(partial.start(group, groups > 1, self.memory))
         if self.memory is not None:
             self.memory.barrier()
@@ -239,12 +252,9 @@ class CPDecodePlan:
                 None if lse is None else lse[:, heads],
             )  # fmt: skip
 
-    def _check(
-        self, q: torch.Tensor, table: ShardedTable, out: torch.Tensor | None, lse: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        check_instance("table", table, ShardedTable)
-        shape, world = self.shape, self.layout.world
+    def _check(self, given: DecodeArguments, table: ShardedTable) -> Prepared:
+        """Refuses a call that the plan was not made for."""
+        q, shape, world = given.q, self.shape, self.layout.world
         if table.layout != self.layout or table.q_len != shape.q_len:
             raise ValueError(
                 f"table must be made by {self.layout} with q_len={shape.q_len}, as the plan is, got one of "
@@ -260,14 +270,20 @@ class CPDecodePlan:
                 f"q must have at most the plan's {shape.batch} sequences, got {table.table.batch_size}: call "
                 "plan_cp_decode with max_batch"
             )
-        for name, tensor, sizes in (
-            ("out", out, q.shape), ("lse", lse, q.shape[:2]), ("sinks", sinks, (heads,))
-        ):  # fmt: skip
-            if tensor is not None:
-                check_shape(name, tensor, tuple(sizes))
-                check_last_dim_contiguous(name, tensor)
-        if lse is not None:
-            check_dtype("lse", lse, torch.float32)
+        dtype = check_results(
+            q, given.out, given.lse, given.sinks, given.out_dtype, given.out_scale, _inputs(given),
+            head_dim=shape.head_dim, target=self.target,
+        )  # fmt: skip
+        return Prepared(out=(q.shape, dtype), lse=(q.shape[:2], torch.float32), **spans_of_arguments(given))
+
+    def refuse_overlap(self, given: DecodeArguments) -> None:
+        """Refuses results that lie over each other or an input, naming both."""
+        refuse_overlap(given.out, given.lse, _inputs(given))
+
+
+def _inputs(given: DecodeArguments) -> dict[str, Any]:
+    """What a call reads beside its cache, by the names of messages."""
+    return {"q": given.q, "sinks": given.sinks}
 
 
 def plan_cp_decode(
@@ -346,7 +362,7 @@ def plan_cp_decode(
         }  # fmt: skip
     if comm != "symm_mem":
         return plan
-    memory = SymmetricMemory(symmetric_places(plan._moves())[1][-1], ranks, plan.device)
+    memory = SymmetricMemory(symmetric_places(plan.moves)[1][-1], ranks, plan.device)
     return replace(plan, memory=memory)
 
 
@@ -393,4 +409,7 @@ def _plan(
         batch=max_batch or batch, q_len=table.q_len, num_qo_heads=all_heads, num_kv_heads=cache.num_kv_heads,
         head_dim=cache.head_dim, page_size=cache.page_size, capacity=table.table.capacity, q_dtype=q.dtype,
     )  # fmt: skip
-    return CPDecodePlan(layout, comm, partial_dtype, heads, head_groups, shape, local, group, q.device)
+    return CPDecodePlan(
+        target=local[0].target, device=q.device, layout=layout, comm=comm, partial_dtype=partial_dtype,
+        heads=heads, head_groups=head_groups, shape=shape, local=local, group=group,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.rope import Rope
 from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch.tracing import register, traces
+from narrowkv.runtime.operation import Bounded
 from narrowkv.runtime.scales import not_written
 
 CACHE_SCHEMA = (
@@ -62,8 +63,7 @@ _CACHE_OPTIONS = (
     "rotated",
 )  # fmt: skip
 # Results of checking a cache, by everything that the checks look at: metadata of tensors, and options.
-_checked: dict[Any, dict[str, Any]] = {}
-_MOST_CHECKED = 1024
+_checked: Bounded[dict[str, Any]] = Bounded(1024)
 
 
 def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
@@ -95,9 +95,7 @@ def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
             negative_zero_free=clean, validate=False,
         )  # fmt: skip
         cache = replace(cache, key_transform=parts["key_transform"])
-        if len(_checked) >= _MOST_CHECKED:
-            _checked.clear()
-        _checked[key] = {name: value for name, value in vars(cache).items() if name not in parts}
+        _checked.keep(key, {name: value for name, value in vars(cache).items() if name not in parts})
         return cache
     cache = object.__new__(PagedKVCache)
     vars(cache).update(known, **parts)

@@ -17,11 +17,12 @@ import torch
 
 from narrowkv.runtime.errors import check_descale_tensor, has_memory
 from narrowkv.runtime.identity import ByIdentity
+from narrowkv.runtime.operation import Bounded
 
 __all__ = ["check_scales", "not_written"]
 
 # By tensor, or by the tensor that it is a view of: the version at which each part was found right.
-_right: ByIdentity[dict[Any, int]] = ByIdentity()
+_right: ByIdentity[Bounded[int]] = ByIdentity()
 _WHOLE = None
 _MOST_PARTS = 256  # of one tensor
 
@@ -58,10 +59,8 @@ def check_scales(scales: Mapping[str, object], validate: bool | None = None) -> 
             continue
         check_descale_tensor(name, value, validate=True)
         if known is None:
-            known = _right.keep(owner, {})
-        elif len(known) >= _MOST_PARTS:
-            known.clear()
-        known[part] = version
+            known = _right.keep(owner, Bounded(_MOST_PARTS))
+        known.keep(part, version)
 
 
 def not_written(scales: Mapping[str, object]) -> None:
@@ -74,7 +73,7 @@ def not_written(scales: Mapping[str, object]) -> None:
         return  # torch counts nothing
     for value in scales.values():
         if isinstance(value, torch.Tensor) and value._base is None and not value.is_inference():
-            known = _right.get(id(value), {})
+            known: dict[Any, int] = _right.get(id(value), {})
             if known.get(_WHOLE) == value._version - 1:
                 known[_WHOLE] = value._version
 

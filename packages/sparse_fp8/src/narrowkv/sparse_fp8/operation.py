@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["SparsePlan"]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-_MAX_CHOICES = 1024
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,12 +71,9 @@ class SparsePlan(SparseSettings):
     portable: SparseConfig
     specialised: SparseConfig | None
     max_seq_len: int | None = None
-    _choices: Bounded[tuple[SparseConfig, int]] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Makes room for the choices of calls."""
-        super().__post_init__()
-        object.__setattr__(self, "_choices", Bounded(_MAX_CHOICES))
+    _choices: Bounded[tuple[SparseConfig, int]] = field(
+        init=False, repr=False, default_factory=partial(Bounded, 1024)
+    )
 
     @cached_property
     def _fixed_splits(self) -> int | None:
