@@ -345,7 +345,7 @@ def test_a_missing_engine_matplotlib_or_triton_ends_with_3_and_says_what_to_do(
     def missing(*args: object, **kwargs: object) -> None:
         raise ModuleNotFoundError("No module named 'vllm'")
 
-    monkeypatch.setattr("narrowkv.cli.engines.try_engine", missing)
+    monkeypatch.setattr("narrowkv.cli.serving.try_engine", missing)
     assert "vllm" in narrowkv("engines try vllm", ends=3).stderr
     absent = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
     monkeypatch.setattr(report, "importlib", absent)

@@ -144,7 +144,7 @@ def engines_try(
     (name,) = choices("ENGINE", engine, tuple(ENGINE_CACHES))
     choices("--model", model, TINY_MODELS)
     caches = choices("--cache", cache, ENGINE_CACHES[name]) if cache else []
-    from narrowkv.cli.engines import try_inside
+    from narrowkv.cli.serving import try_inside
 
     return try_inside(report, name, model, caches, tokens)
 
@@ -232,7 +232,7 @@ def warmup(
     import torch
 
     from narrowkv.attn_prefill.warmup import model_cache
-    from narrowkv.cli.warmup import run_warmup
+    from narrowkv.cli.serving import run_warmup
 
     device = "cpu" if targets else "cuda"
     if not targets and not torch.cuda.is_available():

@@ -66,31 +66,6 @@ class Estimate:
         )
 
 
-@dataclass(frozen=True)
-class SequenceClass:
-    """Sequences of a class.
-
-    Attributes:
-        sequences: how many; q_len: query tokens of each; keys: of each.
-    """
-
-    sequences: int
-    q_len: int
-    keys: int
-
-
-@dataclass(frozen=True)
-class FewClass:
-    """Sequences with few query tokens, which kernel "split" serves.
-
-    Attributes:
-        q_lens: their fewest and most query tokens; block_m: rows of a tile.
-    """
-
-    q_lens: tuple[int, int]
-    block_m: int
-
-
 def _by_widening(half: float, fp8: float, bits: float, fp4: float) -> Mapping[str, float]:
     """Rates by how a cache is widened: 16 bits as they are, FP8 by instruction or bit arithmetic, FP4."""
     return MappingProxyType({"16-bit": half, "fp8": fp8, "bits": bits, "fp4": fp4})
@@ -138,14 +113,18 @@ def row_bytes(shape: PrefillShape, formats: tuple[str, str]) -> float:
 
 
 def estimate(
-    target: Target, shape: PrefillShape, formats: tuple[str, str], kernel: str, work: SequenceClass,
-    block_m: int = 64,
+    target: Target, shape: PrefillShape, formats: tuple[str, str], kernel: str,
+    work: tuple[int, int, int], block_m: int = 64,
 ) -> Estimate:  # fmt: skip
-    """Estimated microseconds of `kernel` for `work`; `shape` gives heads and head_dim."""
+    """Estimated microseconds of `kernel` for some sequences; `shape` gives heads and head_dim.
+
+    work: the number of sequences, query tokens of each, and keys of each.
+    """
+    sequences, q_len, num_keys = work
     rates = rates_of(target)
     heads = shape.num_kv_heads
-    tiles = -(-work.q_len * shape.gqa_ratio // block_m)
-    keys = float(work.sequences * heads * work.keys)
+    tiles = -(-q_len * shape.gqa_ratio // block_m)
+    keys = float(sequences * heads * num_keys)
     stored = row_bytes(shape, formats)
     flops = keys * tiles * block_m * 2 * (shape.head_dim + shape.v_dim)
     if kernel in ("split", "fused"):
@@ -181,7 +160,7 @@ def few_tokens(target: Target, shape: PrefillShape, formats: tuple[str, str], wi
     most = 0
     for tiles in range(1, 17):
         q_len = tiles * 64 // shape.gqa_ratio
-        work = SequenceClass(1, q_len, 1 << 16)
+        work = (1, q_len, 1 << 16)
         split = estimate(target, shape, formats, "split", work)
         other = estimate(target, shape, formats, widened, work)
         if split.us - split.launch_us > other.us - other.launch_us:
@@ -201,25 +180,26 @@ def few_bounds(
 
 def few_classes(
     target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str | None
-) -> tuple[list[FewClass], int]:
+) -> tuple[list[tuple[tuple[int, int], int]], int]:
     """The classes of few query tokens that a call of this shape can have, and the fewest of all others.
 
     A class has a launch only if its sequences could take longer than that launch without it. The number
     of query tokens of a single sequence is known.
 
     Returns:
-        The classes, in the order of query tokens; and the fewest query tokens of sequences that are in none
-        of them, or `ANY_LEN` where there can be no such sequences.
+        The classes, in the order of query tokens: the fewest and most of a sequence, and rows of a tile; and
+        the fewest query tokens of sequences that are in none of them, or `ANY_LEN` where there can be no such
+        sequences.
     """
     bounds = [each for each in few_bounds(target, shape, formats, widened) if each[0] >= shape.min_q_len]
     longest = min(shape.max_q_len, shape.num_tokens)
     if shape.batch == 1:
-        fitting = [FewClass((0, bound), rows) for bound, rows in bounds if longest <= bound]
+        fitting = [((0, bound), rows) for bound, rows in bounds if longest <= bound]
         return (fitting[:1], ANY_LEN) if fitting else ([], 0)
-    classes: list[FewClass] = []
+    classes: list[tuple[tuple[int, int], int]] = []
     least = 0
     for bound, rows in bounds:
-        classes.append(FewClass((least, bound), rows))
+        classes.append(((least, bound), rows))
         least = bound + 1
         if longest <= bound:
             return classes, ANY_LEN
@@ -230,7 +210,7 @@ def few_classes(
 
 def _most_together(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
     """The most sequences of a call that one kernel serves together, because launches would take longer."""
-    one = estimate(target, shape, formats, widened, SequenceClass(1, 1, shape.max_seq_len))
+    one = estimate(target, shape, formats, widened, (1, 1, shape.max_seq_len))
     launches = len(few_bounds(target, shape, formats, widened)) * rates_of(target).launch_us
     return 1 + int(launches / max(one.us - one.launch_us, 1e-9))
 
@@ -252,7 +232,7 @@ def explain_class(
     longest = min(shape.max_q_len, shape.num_tokens)
     mean = -(-shape.num_tokens // max(shape.batch, 1))
     q_len = max(least, min(mean, most, longest), 1)
-    work = SequenceClass(max(min(shape.batch, shape.num_tokens // q_len), 1), q_len, shape.max_seq_len)
+    work = (max(min(shape.batch, shape.num_tokens // q_len), 1), q_len, shape.max_seq_len)
     kernels = ("split", "fused") if widened is None else ("split", widened)
     found = sorted(
         (
@@ -269,6 +249,6 @@ def explain_class(
         else f"sequences of {max(least, 1)} to {most} query tokens"
     )
     return (
-        f"{serves}; estimates for {work.sequences} with {q_len} query tokens over {work.keys} keys: "
+        f"{serves}; estimates for {work[0]} with {q_len} query tokens over {shape.max_seq_len} keys: "
         f"{', '.join(map(str, found))}"
     )

@@ -45,20 +45,6 @@ class SageShape:
         """Query heads that share a KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
-    @property
-    def q_sizes(self) -> tuple[int, ...]:
-        """Shape of Q."""
-        return self._sizes(self.q_tokens, self.num_qo_heads)
-
-    @property
-    def kv_sizes(self) -> tuple[int, ...]:
-        """Shape of K and of V."""
-        return self._sizes(self.k_tokens, self.num_kv_heads)
-
-    def _sizes(self, tokens: int, heads: int) -> tuple[int, ...]:
-        dense = () if self.ragged else (self.batch,)
-        return (*dense, tokens, heads, self.head_dim)
-
     def rows(self, tokens: int) -> int:
         """Scratch rows of one head: every sequence in whole blocks."""
         if self.ragged:

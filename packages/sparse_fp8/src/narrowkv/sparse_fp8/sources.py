@@ -22,7 +22,6 @@ from narrowkv.runtime.errors import (
     check_dtype,
     check_instance,
     check_last_dim_contiguous,
-    check_no_grad,
     check_positive_int,
     check_same_device,
     check_shape,
@@ -192,14 +191,6 @@ class KVSource(Source):
     def lists(self) -> dict[str, torch.Tensor]:
         """The index lists."""
         return {"indptr": self.indptr, "indices": self.indices}
-
-    def check_grad(self, name: str) -> None:
-        """Refuses tensors that require grad while grad mode is on.
-
-        Raises:
-            ValueError: naming the tensor.
-        """
-        check_no_grad(**{f"{name}.{part}": tensor for part, tensor in self.bound.tensors.items()})
 
     def check_values(self, name: str) -> None:
         """Reads the CSR, and the scales of the rows that it names, on the host; this waits for the device.
