@@ -115,6 +115,8 @@ class Route(NamedTuple):
             that run at once); `least_len` and `most_len` query tokens of the sequences that are served.
         p_scale: what the output is still to be divided by.
         memory: the plan's, or what each call allocates.
+        reading: how the kernels read the cache, a key of `BoundCache.readings`.
+        launches: a `PreparedCall` of them, once there is one; `sizes` then has all values that it takes.
     """
 
     config: PrefillConfig
@@ -126,6 +128,8 @@ class Route(NamedTuple):
     sizes: dict[str, int]
     p_scale: float
     memory: LaunchMemory | MemorySizes
+    reading: str
+    launches: Any = None
 
     @property
     def kernels(self) -> list[BoundLaunch]:
@@ -295,7 +299,9 @@ class _Maker:
             "max_keys": shape.max_seq_len, "key_blocks": self.key_blocks, "num_tiles": self.num_tiles,
             "num_splits": config.num_splits, "least_len": least_len, "most_len": most_len,
         }  # fmt: skip
-        route = Route(config, fill, attend, pipelined, in_pages, divides, sizes, p_scale, memory)
+        route = Route(
+            config, fill, attend, pipelined, in_pages, divides, sizes, p_scale, memory, config.reading
+        )
         taken = {name for bound in route.kernels for name in bound.kernel.arg_names}
         taken |= {"programs", "fill_programs"} | ({"num_splits"} if divides else set())
         return route._replace(sizes={name: size for name, size in sizes.items() if name in taken})
@@ -449,7 +455,7 @@ def launches_of(
         soft_cap: the cap, or 0.
     """
     memory = allocated(route.memory) if isinstance(route.memory, MemorySizes) else route.memory
-    reading, (k_desc, v_desc) = bound.readings[route.config.reading], memory.descriptors
+    reading, (k_desc, v_desc) = bound.readings[route.reading], memory.descriptors
     read = reading.named()
     num_pages = bound.num_pages if table.max_pages else 0
     row = Arg("row") if traits.ragged else None
