@@ -57,8 +57,7 @@ MAX_HOST_LINES = 80
 MAX_JIT_LINES = 120
 # Longer functions, with their lines: the list may only shrink.
 LONG_FUNCTIONS = {
-    "packages/attn_decode/src/narrowkv/attn_decode/kernels/decode.py": {"_paged_decode_kernel": 191},
-    "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/append.py": {"_prefill_append_kernel": 162},
+    "packages/attn_decode/src/narrowkv/attn_decode/kernels/decode.py": {"_paged_decode_kernel": 169},
     "packages/runtime/src/narrowkv/runtime/launch/interpreter_types.py": {"share_types": 103},
 }
 # Public names that stand for several classes, with the number of these: the list may only shrink.

@@ -54,7 +54,6 @@ from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.binding import BoundCache, BoundTable, multiplied_parts, widening_power
 from narrowkv.paged_cache.kernels.pages import Table
 from narrowkv.paged_cache.rope import rope_pointers
-from narrowkv.paged_cache.storing import Store
 from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, launch_of, named
 
@@ -118,6 +117,8 @@ class Route(NamedTuple):
             that run at once); `least_len` and `most_len` query tokens of the sequences that are served.
         p_scale: what the output is still to be divided by.
         memory: the plan's, or what each call allocates.
+        reading: how the kernels read the cache, a key of `BoundCache.readings`.
+        launches: a `PreparedCall` of them, once there is one; `sizes` then has all values that it takes.
     """
 
     config: PrefillConfig
@@ -129,6 +130,8 @@ class Route(NamedTuple):
     sizes: dict[str, int]
     p_scale: float
     memory: LaunchMemory | MemorySizes
+    reading: str
+    launches: Any = None
 
     @property
     def kernels(self) -> list[BoundLaunch]:
@@ -299,7 +302,9 @@ class _Maker:
             "max_keys": shape.max_seq_len, "key_blocks": self.key_blocks, "num_tiles": self.num_tiles,
             "num_splits": config.num_splits, "least_len": least_len, "most_len": most_len,
         }  # fmt: skip
-        route = Route(config, fill, attend, pipelined, in_pages, divides, sizes, p_scale, memory)
+        route = Route(
+            config, fill, attend, pipelined, in_pages, divides, sizes, p_scale, memory, config.reading
+        )
         taken = {name for bound in route.kernels for name in bound.kernel.arg_names}
         taken |= {"programs", "fill_programs"} | ({"num_splits"} if divides else set())
         return route._replace(sizes={name: size for name, size in sizes.items() if name in taken})
@@ -453,7 +458,7 @@ def launches_of(
         soft_cap: the cap, or 0.
     """
     memory = allocated(route.memory) if isinstance(route.memory, MemorySizes) else route.memory
-    reading, (k_desc, v_desc) = bound.readings[route.config.reading], memory.descriptors
+    reading, (k_desc, v_desc) = bound.readings[route.reading], memory.descriptors
     read = reading.named()
     num_pages = bound.num_pages if table.max_pages else 0
     row = Arg("row") if traits.ragged else None
@@ -461,7 +466,7 @@ def launches_of(
         **{name: Arg(name) for name in (*RUNTIME_SIZES, "qk_scale", "out_scale")},
         "block_m": route.config.block_m, "table_row": 0 if traits.ragged else Arg("row"),
         "q": _queries(given, traits, bound), "out": _outputs(given, traits), "soft_cap": soft_cap,
-        "cache": Cache(*(value for struct in read.values() for value in struct)), "scratch": memory.scratch,
+        "cache": Cache(**read), "scratch": memory.scratch,
         "workspace": memory.partials,
         "table": Table(Arg("ids"), row, Arg("lens"), None, num_pages, None, *table.steps), "rope": None,
         "k_desc": k_desc, "v_desc": v_desc, "k_descale": read["k_descale"], "v_descale": read["v_descale"],
@@ -469,7 +474,8 @@ def launches_of(
     if given.k_new is not None and given.v_new is not None:
         arguments |= {
             "chunk": _chunk(given.q, given.k_new, given.v_new, bound),
-            "rope": named("rope", rope_pointers(given.rope)), "to": _destination(bound.store),
+            "rope": named("rope", rope_pointers(given.rope)),
+            "to": None if bound.store is None else Destination(**bound.store.named()),
             "scales": AppendScales(logit_scale, Arg("k_scale"), Arg("out_scale"), soft_cap),
         }  # fmt: skip
         if not route.pipelined:
@@ -520,8 +526,3 @@ def _chunk(q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, bound: Bou
     balance = None if transform.balance is None else Arg("k_balance")
     token, head = q.stride()[:2]
     return chunk._replace(k_offset=offset, k_balance=balance, q=Arg("given_q"), q_token=token, q_head=head)
-
-
-def _destination(store: Store | None) -> Destination | None:
-    """Where new tokens are stored."""
-    return None if store is None else Destination(*(x for struct in store.named().values() for x in struct))

@@ -46,27 +46,6 @@ _LOG2E = math.log2(math.e)
 _NOTHING: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ServedClass:
-    """How sequences of one class are served.
-
-    Attributes:
-        launches: of the kernels.
-        sizes: values of a call that depend on its sizes alone, by name.
-        reading: how the kernels read the cache, a key of `BoundCache.readings`.
-        p_scale: what the output is still to be divided by.
-        block_n: keys of a tile that is copied out of the cache's pages, or 0.
-        memory_sizes: the memory that each call allocates; None if the plan has it.
-    """
-
-    launches: PreparedCall
-    sizes: dict[str, int]
-    reading: str
-    p_scale: float
-    block_n: int
-    memory_sizes: MemorySizes | None
-
-
 class CheckedPrefill(NamedTuple):
     """A call after the checks.
 
@@ -104,7 +83,7 @@ class PreparedPrefill(Prepared):
     """
 
     checked: CheckedPrefill
-    classes: tuple[ServedClass, ...]
+    classes: tuple[Route, ...]
     decodes: bool
     q_as_bytes: bool
     has_options: bool
@@ -231,10 +210,10 @@ class PrefillPlan(PrefillSettings):
                 reading, own = bound.readings[served.reading], _NOTHING
                 if k_new is not None:
                     own = {"k_new": k_new, "v_new": v_new, "given_q": q, "k_scale": reading.k_factor}
-                if served.block_n:
-                    own = {**own, "page_desc": matrix_of(cache, served.block_n).descriptor}
-                if served.memory_sizes is not None:
-                    own = {**own, **allocate(served.memory_sizes, self.device)}
+                if served.in_pages:
+                    own = {**own, "page_desc": matrix_of(cache, served.config.block_n).descriptor}
+                if isinstance(served.memory, MemorySizes):
+                    own = {**own, **allocate(served.memory, self.device)}
                 served.launches.run(
                     q=rows, out=o, starts=begins, ids=table.ids, row=table.row, lens=table.lens,
                     num_ids=table.num_ids, max_pages=table.max_pages if bound.num_pages else 0,
@@ -370,17 +349,9 @@ class PrefillPlan(PrefillSettings):
         classes = []
         if shape.num_tokens and not decodes:
             for route in make_routes(self, shape, config, given.cache, bound, traits):
-                memory_sizes = route.memory if isinstance(route.memory, MemorySizes) else None
-                classes.append(
-                    ServedClass(
-                        self._launches(route, bound, table, turn, given, checked),
-                        route.sizes if memory_sizes is None else route.sizes | memory_sizes.arguments,
-                        route.config.reading,
-                        route.p_scale,
-                        route.config.block_n if route.in_pages else 0,
-                        memory_sizes,
-                    )
-                )
+                sizes = route.memory.arguments if isinstance(route.memory, MemorySizes) else {}
+                launches = self._launches(route, bound, table, turn, given, checked)
+                classes.append(route._replace(launches=launches, sizes=route.sizes | sizes))
         return PreparedPrefill(
             checked=checked,
             classes=tuple(classes),

@@ -49,6 +49,27 @@ from narrowkv.runtime.attention.softmax import SoftCap, multiply_values
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
 
 
+@triton.jit
+def terms_of_rows(q, io, kv_head, SIZES: tl.constexpr, K: tl.constexpr, RULES: tl.constexpr):
+    """Q as the one or two terms that matrix units multiply, in parts, and what scores are multiplied by."""
+    if RULES.q_format != "":
+        q = widen_query(q, RULES.q_format, K.parts, RULES.fp8)
+    if RULES.butterflies > 0 or io.k_balance is not None:
+        q = transform_query(
+            q, io.k_balance, kv_head, SIZES.head_dim, K.parts, RULES.butterflies, K.route == "cdna4"
+        )
+    q_low, q_scale = q, 1.0
+    Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
+    if RULES.native:
+        q, q_scale = split_to_e4m3(q[0], Q_TERMS)
+    elif RULES.fp8 is None:
+        if RULES.scale_q:
+            q, q_scale = scale_to_fp16(q, K.parts)
+        # Float16 queries over a bfloat16 cache: two bfloat16 terms hold all eleven bits.
+        q, q_low = split_query(q, RULES.compute, RULES.split_q, K.parts)
+    return q, q_low, q_scale
+
+
 # Values that serving changes from step to step: the kernel is not compiled again for them.
 @triton.jit(
     do_not_specialize=["row", "num_ids", "max_pages", "batch", "most_splits", "tiles_per_split", "merge"],
@@ -80,17 +101,7 @@ def _paged_decode_kernel(
     ALIKE: tl.constexpr = SIZES.q_len == 1 and io.tree is None
     REGISTERS: tl.constexpr = RULES.registers and ALIKE
     HAS_LOW: tl.constexpr = RULES.window_left >= 0 or io.ranges is not None
-    table = Table(
-        page_ids,
-        row,
-        lens,
-        num_ids,
-        steps.num_pages,
-        max_pages,
-        steps.column,
-        steps.row_step,
-        steps.lens_step,
-    )
+    table = Table(page_ids, row, lens, num_ids, steps.num_pages, max_pages, *steps[1:4])
     if RULES.early:
         begin_next_launch()
     program = program_on_its_xcd(tl.program_id(0), tl.num_programs(0), RULES.order)
@@ -145,19 +156,7 @@ def _paged_decode_kernel(
         low, high, full_first, full_end = row_limits(
             io, seq, rows // SIZES.gqa_ratio, row_mask, kv_len, first, end_key, SIZES.q_len, RULES.window_left
         )
-    if RULES.q_format != "":
-        q = widen_query(q, RULES.q_format, K.parts, RULES.fp8)
-    if RULES.butterflies > 0 or io.k_balance is not None:
-        q = transform_query(q, io.k_balance, kv_head, SIZES.head_dim, K.parts, RULES.butterflies, PAIRS)
-    q_low, q_scale = q, 1.0
-    Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
-    if RULES.native:
-        q, q_scale = split_to_e4m3(q[0], Q_TERMS)
-    elif RULES.fp8 is None:
-        if RULES.scale_q:
-            q, q_scale = scale_to_fp16(q, K.parts)
-        # Float16 queries over a bfloat16 cache: two bfloat16 terms hold all eleven bits.
-        q, q_low = split_query(q, RULES.compute, RULES.split_q, K.parts)
+    q, q_low, q_scale = terms_of_rows(q, io, kv_head, SIZES, K, RULES)
     logit_scale = q_scale * qk_scale
     if io.q_descale is not None:
         logit_scale *= tl.load(io.q_descale)

@@ -30,17 +30,7 @@ def _merge_splits_kernel(
     """
     ROWS: tl.constexpr = SIZES.q_len * SIZES.gqa_ratio
     HEAD_PROGRAMS: tl.constexpr = SIZES.num_kv_heads * ((ROWS + BLOCKS.m - 1) // BLOCKS.m)
-    table = Table(
-        page_ids,
-        row,
-        lens,
-        num_ids,
-        steps.num_pages,
-        max_pages,
-        steps.column,
-        steps.row_step,
-        steps.lens_step,
-    )
+    table = Table(page_ids, row, lens, num_ids, steps.num_pages, max_pages, *steps[1:4])
     seq = tl.program_id(0) // (SIZES.num_kv_heads * ROWS)
     kv_head = tl.program_id(0) // ROWS % SIZES.num_kv_heads
     row_of_head = tl.program_id(0) % ROWS

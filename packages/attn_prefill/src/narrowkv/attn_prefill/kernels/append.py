@@ -9,36 +9,36 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_prefill.kernels.append_store import store_new
-from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Read
+from narrowkv.attn_prefill.kernels.arguments import (
+    Destination,
+    Read,
+)
 from narrowkv.attn_prefill.kernels.fused import attend_to_pages
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     find_block,
-    load_shift,
+    query_terms,
     rows_of,
     shifted_maximum,
+    sized_queries,
+    soft_cap_of,
     tile_of,
 )
-from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_shares
-from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated
+from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_programs
+from narrowkv.paged_cache.kernels.append import load_rotated
 from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import (
-    Descale,
-    KVPointers,
-    Table,
     first_id,
     sequence_length,
+    sized_table,
     times_head_descale,
 )
 from narrowkv.paged_cache.kernels.queries import (
     load_query,
-    scale_to_fp16,
-    split_query,
     split_rows_fp8,
 )
 from narrowkv.paged_cache.kernels.tiles import accumulate, confine_nonfinite
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
-from narrowkv.runtime.attention.results import merge_splits
 from narrowkv.runtime.attention.softmax import (
     SoftCap,
     capped_logits,
@@ -88,6 +88,79 @@ def attend_to_chunk(
     return acc, m, l
 
 
+@triton.jit
+def load_own_queries(
+    q, chunk, rope, tokens, heads, row_mask, columns,
+    SIZES: tl.constexpr, STORING: tl.constexpr, CACHE: tl.constexpr = "",
+):  # fmt: skip
+    """These columns of rotated queries as the chunk's own keys see them, [BLOCK_M, columns].
+
+    For a cache with a `key_transform`, `q.ptr` are the queries for stored keys.
+    """
+    if chunk.q is not None:
+        own = chunk.q
+        at = tokens * chunk.q_token + heads * chunk.q_head
+    else:
+        own = q.ptr
+        at = tokens * q.token + heads * q.head
+    return load_rotated(
+        own, at, rope, tokens, row_mask, columns, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved,
+        CACHE,
+    ).to(chunk.k.dtype.element_ty)  # fmt: skip
+
+
+@triton.jit
+def terms_for_old_keys(
+    q, own_q, chunk, rope, tokens, heads, row_mask, scale,
+    SIZES: tl.constexpr, K: tl.constexpr, STORING: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Q as the terms that are multiplied with keys of the cache, and the scale of their scores."""
+    TRANSFORMED: tl.constexpr = chunk.q is not None
+    if TRANSFORMED:
+        parts = load_query(
+            q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.dk, K.parts
+        )
+    if RULES.fp8 is not None:
+        high, low, row_scale = split_rows_fp8(parts[0] if TRANSFORMED else own_q, RULES.fp8, RULES.p_scale)
+        return (high,), (low,), scale * row_scale
+    else:
+        if not TRANSFORMED:
+            parts = ()
+            for i in tl.static_range(K.parts):
+                c = tl.arange(0, BLOCKS.dk // K.parts) * K.parts + i
+                part = load_own_queries(q, chunk, rope, tokens, heads, row_mask, c, SIZES, STORING)
+                parts = parts + (part,)
+        return query_terms(parts, scale, RULES, K.parts)
+
+
+@triton.jit
+def tiles_of_keys(
+    old_len, first_row, last_row, split, num_splits,
+    SIZES: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The key tiles that a program attends to.
+
+    Returns:
+        Old keys as `key_range` gives them; the first and the last old key that are read; the chunk's own key
+        tiles, from the first to before the last.
+    """
+    begin, end, full, full_end = key_range(
+        old_len + first_row, old_len + last_row, old_len * 0, old_len, RULES.window_left, -1, BLOCKS.n
+    )
+    first, last = begin * 0, tl.maximum(old_len - 1, 0)
+    if RULES.window_left >= 0:
+        first = tl.minimum(tl.maximum(old_len + first_row - RULES.window_left, 0), last)
+    own_begin = first_row * 0
+    if RULES.window_left >= 0:
+        own_begin = tl.maximum(first_row - RULES.window_left, 0) // BLOCKS.t
+    own_end = last_row // BLOCKS.t + 1
+    if RULES.split:
+        begin, end, full, full_end = key_range_of_split(begin, end, full, full_end, split, num_splits)
+        # One of them takes the chunk's own keys.
+        own_end = tl.where(split == num_splits - 1, own_end, own_begin)
+    return begin, end, full, full_end, first, last, own_begin, own_end
+
+
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _prefill_append_kernel(
     q, out, chunk, rope, to, cache, table, workspace, scales,
@@ -107,19 +180,12 @@ def _prefill_append_kernel(
         SIZES, K, V, STORING, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Rules`, `Blocks`.
     """
     NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
-    k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
-    k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
+    k, v, k_descale, v_descale = cache
     # New tokens of all sequences are stored here, whichever launch attends.
-    stored = Queries(*q[0:4], num_tokens, max_q_len, q.descale, 0, None)
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len, q.shift)
-    table = Table(
-        table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages, *table[6:9]
-    )  # fmt: skip
-    store = NewCache(
-        KVPointers(*to[0:5]), KVPointers(*to[5:10]), DescalePointers(*to[10:15]), DescalePointers(*to[15:20]),
-        max_pages, table.num_pages,
-    )  # fmt: skip
-    KIND: tl.constexpr = chunk.k.dtype.element_ty
+    stored = sized_queries(q, num_tokens, max_q_len, 0, None)
+    q = sized_queries(q, num_tokens, max_q_len, least_len, most_len)
+    table = sized_table(table, table_row, num_ids, max_pages, False)
+    store = Destination(*to[0:4], max_pages, table.num_pages)
     pid = tl.program_id(0)
     if pid < num_blocks * SIZES.num_kv_heads:
         kv_head = pid % SIZES.num_kv_heads
@@ -137,13 +203,14 @@ def _prefill_append_kernel(
 
     pid -= num_blocks * SIZES.num_kv_heads
     kv_head = pid % SIZES.num_kv_heads
+    share = None
     if RULES.shares:
         share = find_share(
             q, table, batch, pid // SIZES.num_kv_heads, num_splits, True, SIZES.gqa_ratio, RULES.window_left,
             SIZES.page_size, False, BLOCKS.m, BLOCKS.n, RULES.nvidia,
         )  # fmt: skip
         seq, tile, q_start, q_len = share.seq, share.number, share.q_start, share.q_len
-        split = share.split
+        index, split = share.counter, share.split
         num_splits = share.num_splits
     else:
         index = pid // SIZES.num_kv_heads // num_splits
@@ -157,64 +224,20 @@ def _prefill_append_kernel(
     first_row = tile * BLOCKS.m // SIZES.gqa_ratio
     last_row = tl.minimum(((tile + 1) * BLOCKS.m - 1) // SIZES.gqa_ratio, q_len - 1)
     d, dk = tl.arange(0, BLOCKS.d), tl.arange(0, BLOCKS.dk)
-    # Of a cache with a `key_transform`, `q.ptr` are the queries for stored keys.
-    TRANSFORMED: tl.constexpr = chunk.q is not None
-    if TRANSFORMED:
-        own = chunk.q
-        at = tokens * chunk.q_token + heads * chunk.q_head
-    else:
-        own = q.ptr
-        at = tokens * q.token + heads * q.head
-    own_q = load_rotated(
-        own, at, rope, tokens, row_mask, dk, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved
-    ).to(KIND)
+    own_q = load_own_queries(q, chunk, rope, tokens, heads, row_mask, dk, SIZES, STORING)
     o_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * scales.v
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V.descale)
     row_base = first_id(table, seq, False)
-    begin, end, full, full_end = key_range(
-        old_len + first_row, old_len + last_row, old_len * 0, old_len, RULES.window_left, -1, BLOCKS.n
+    begin, end, full, full_end, first, last, own_begin, own_end = tiles_of_keys(
+        old_len, first_row, last_row, split, num_splits, SIZES, RULES, BLOCKS
     )
-    first, last = begin * 0, tl.maximum(old_len - 1, 0)
-    if RULES.window_left >= 0:
-        first = tl.minimum(tl.maximum(old_len + first_row - RULES.window_left, 0), last)
-    own_begin = first_row * 0
-    if RULES.window_left >= 0:
-        own_begin = tl.maximum(first_row - RULES.window_left, 0) // BLOCKS.t
-    own_end = last_row // BLOCKS.t + 1
-    if RULES.split:
-        begin, end, full, full_end = key_range_of_split(begin, end, full, full_end, split, num_splits)
-        # One of them takes the chunk's own keys.
-        own_end = tl.where(split == num_splits - 1, own_end, own_begin)
     old_scale = scales.logit * scales.k
     old_scale = times_head_descale(old_scale, k_descale, seq, kv_head, K.descale)
-    if TRANSFORMED:
-        parts = load_query(
-            q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.dk, K.parts
-        )
-    if RULES.fp8 is not None:
-        high, low, row_scale = split_rows_fp8(parts[0] if TRANSFORMED else own_q, RULES.fp8, RULES.p_scale)
-        old_scale *= row_scale
-        high, low = (high,), (low,)
-    else:
-        if not TRANSFORMED:
-            parts = ()
-            for i in tl.static_range(K.parts):
-                c = tl.arange(0, BLOCKS.dk // K.parts) * K.parts + i
-                part = load_rotated(
-                    q.ptr, at, rope, tokens, row_mask, c, SIZES.head_dim, STORING.rotary_dim,
-                    STORING.interleaved,
-                )  # fmt: skip
-                parts = parts + (part.to(KIND),)
-        if RULES.scale_q:
-            parts, row_scale = scale_to_fp16(parts, K.parts)
-            old_scale *= row_scale
-        high, low = split_query(parts, RULES.compute, RULES.split_q, K.parts)
+    high, low, old_scale = terms_for_old_keys(
+        q, own_q, chunk, rope, tokens, heads, row_mask, old_scale, SIZES, K, STORING, RULES, BLOCKS
+    )
     read = Read(row_base, kv_head, old_len, first, last)
-    # Triton 3.6 returns no struct with a None from a function.
-    shift = None
-    if q.shift is not None and RULES.soft_cap:
-        shift = load_shift(q.shift, tokens, heads, row_mask, NUM_HEADS)
-    soft_cap = SoftCap(scales.soft_cap, shift)
+    soft_cap = soft_cap_of(q, scales.soft_cap, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     if RULES.as_decode:
         acc, m, l = attend_to_share(
             high, low, old_scale, soft_cap, k, v, k_descale, v_descale, table, read, old_len + within,
@@ -229,25 +252,15 @@ def _prefill_append_kernel(
     acc, m, l = multiply_values(acc, m, l, o_scale)
     if BLOCKS.dk > 256:
         # Beside the old keys' loop it would spill, so it is loaded once more.
-        own_q = load_rotated(
-            own, at, rope, tokens, row_mask, dk, SIZES.head_dim, STORING.rotary_dim, STORING.interleaved,
-            ".ca",
-        ).to(KIND)  # fmt: skip
+        own_q = load_own_queries(q, chunk, rope, tokens, heads, row_mask, dk, SIZES, STORING, ".ca")
     acc, m, l = attend_to_chunk(
         own_q, acc, m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head,
         q_start, q_len, within, own_begin, own_end, SIZES, STORING, RULES, BLOCKS,
     )  # fmt: skip
-    write = True
-    if RULES.shares:
-        write, acc, m, l = merge_shares(
-            workspace, share, acc, m, l, kv_head, row_mask, SIZES.num_kv_heads, RULES.settle, RULES.nvidia,
-            BLOCKS.m, BLOCKS.d,
-        )  # fmt: skip
-    elif RULES.split:
-        write, acc, m, l = merge_splits(
-            workspace, acc, m, l, index * SIZES.num_kv_heads + kv_head, split, num_splits,
-            num_tiles * SIZES.num_kv_heads, row_mask, RULES.settle, BLOCKS.m, BLOCKS.d,
-        )  # fmt: skip
+    write, acc, m, l = merge_programs(
+        workspace, share, acc, m, l, kv_head, index * SIZES.num_kv_heads + kv_head, split, num_splits,
+        num_tiles * SIZES.num_kv_heads, row_mask, SIZES, RULES, BLOCKS,
+    )  # fmt: skip
     if write:
         write_rows(
             out.ptr, out.scale, out.lse, out.sinks, acc, m, l, tl.full([BLOCKS.m], 1.0, tl.float32), heads,

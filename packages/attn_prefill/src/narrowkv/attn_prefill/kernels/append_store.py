@@ -6,12 +6,16 @@ Old keys are widened from their pages; new ones are left in the scratch unquanti
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Scratch
+from narrowkv.attn_prefill.kernels.arguments import (
+    Destination,
+    Scratch,
+)
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     find_block,
     held_blocks,
     schedule_tiles,
+    sized_queries,
 )
 from narrowkv.attn_prefill.kernels.widen import (
     finite_rows,
@@ -21,13 +25,11 @@ from narrowkv.attn_prefill.kernels.widen import (
     to_fp16_with_exponent,
     widen_block,
 )
-from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated, quantise_rows, transform_keys
+from narrowkv.paged_cache.kernels.append import load_rotated, quantise_rows, transform_keys
 from narrowkv.paged_cache.kernels.pages import (
-    Descale,
-    KVPointers,
-    Table,
     first_id,
     sequence_length,
+    sized_table,
     strided,
     times_head_descale,
 )
@@ -175,19 +177,13 @@ def _produce_kernel(
     K_IN_PAGES: tl.constexpr = FILLING.k_type is None
     if FILLING.early:
         begin_next_launch()
-    k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
-    k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
+    k, v, k_descale, v_descale = cache
     # New tokens of all sequences are stored here, whichever launch attends.
-    stored = Queries(*q[0:4], num_tokens, max_q_len, q.descale, 0, None)
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, None)
-    table = Table(
-        table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages, *table[6:9]
-    )  # fmt: skip
+    stored = sized_queries(q, num_tokens, max_q_len, 0, None)
+    q = sized_queries(q, num_tokens, max_q_len, least_len, None)
+    table = sized_table(table, table_row, num_ids, max_pages, False)
     scratch = Scratch(*scratch[0:9], max_keys, key_blocks)
-    store = NewCache(
-        KVPointers(*to[0:5]), KVPointers(*to[5:10]), DescalePointers(*to[10:15]), DescalePointers(*to[15:20]),
-        max_pages, table.num_pages,
-    )  # fmt: skip
+    store = Destination(*to[0:4], max_pages, table.num_pages)
     pid = tl.program_id(0)
     first_group = num_blocks * SIZES.num_kv_heads
     first_order = first_group + num_groups * SIZES.num_kv_heads

@@ -1,9 +1,7 @@
 """Arguments of attn_prefill's kernels: structs of pointers and strides, and of constants.
 
-A struct of pointers is passed at run time; one of constants is a `tl.constexpr`. A tuple that is passed at
-run time must not hold a tuple (Triton 3.6 mistakes a number 1 in the inner one), so the cache is one flat
-struct, from which kernels make those of `narrowkv.paged_cache.kernels`; the order of fields matters. Sizes
-that serving changes are arguments of their own, see `RUNTIME_SIZES`, with which kernels complete the structs.
+A struct of pointers is passed at run time; one of constants is a `tl.constexpr`. Sizes that serving changes
+are arguments of their own, see `RUNTIME_SIZES`, with which kernels complete the structs.
 """
 
 from typing import Any, NamedTuple
@@ -53,62 +51,27 @@ class Tile(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """K and V as they are read: `KVPointers` of each, then `Descale` of each."""
+    """K and V as they are read: `KVPointers` and `Descale` of each."""
 
     k: Any
-    k_page: Any
-    k_token: Any
-    k_head: Any
-    k_outer: Any
     v: Any
-    v_page: Any
-    v_token: Any
-    v_head: Any
-    v_outer: Any
     k_descale: Any
-    k_descale_major: Any
-    k_descale_token: Any
-    k_descale_head: Any
     v_descale: Any
-    v_descale_major: Any
-    v_descale_token: Any
-    v_descale_head: Any
 
 
 class Destination(NamedTuple):
-    """K and V as new tokens are written: `KVPointers` of each, then `DescalePointers` of each."""
+    """K and V as new tokens are written: `KVPointers` and `DescalePointers` of each.
 
-    k: Any
-    k_page: Any
-    k_token: Any
-    k_head: Any
-    k_outer: Any
-    v: Any
-    v_page: Any
-    v_token: Any
-    v_head: Any
-    v_outer: Any
-    k_number: Any
-    k_descale: Any
-    k_descale_page: Any
-    k_descale_slot: Any
-    k_descale_head: Any
-    v_number: Any
-    v_descale: Any
-    v_descale_page: Any
-    v_descale_slot: Any
-    v_descale_head: Any
-
-
-class NewCache(NamedTuple):
-    """The cache that new tokens are stored in: bytes of K and V, descales, pages a sequence, pages in all."""
+    Attributes:
+        max_pages, num_pages: pages of a sequence, and in all.
+    """
 
     k: Any
     v: Any
     k_descale: Any
     v_descale: Any
-    max_pages: Any
-    num_pages: Any
+    max_pages: Any = None
+    num_pages: Any = None
 
 
 class Chunk(NamedTuple):

@@ -4,26 +4,62 @@ Widening costs each key tile once instead of once for every tile of query rows, 
 16-bit attention over contiguous keys; see `narrowkv.attn_prefill.kernels.widen` and `...append_store`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
-    load_shift,
+    query_terms,
     rows_of,
     scheduled_tile,
     shifted_maximum,
+    soft_cap_of,
     sum_of_held_keys,
 )
 from narrowkv.paged_cache.kernels.append import load_rotated
 from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import times_head_descale
-from narrowkv.paged_cache.kernels.queries import as_fp8, load_query, scale_to_fp16, split_query
+from narrowkv.paged_cache.kernels.queries import load_query
 from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, apply_value_factors
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits
-from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, multiply_values, softmax_step
+from narrowkv.runtime.attention.softmax import capped_logits, multiply_values, softmax_step
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
+
+
+class QueryTile(NamedTuple):
+    """A tile of query rows.
+
+    Attributes:
+        q, q_low: Q as one or two terms, [BLOCK_M, BLOCK_D].
+        scale: of the logits; soft_cap: `SoftCap`.
+        pos: positions of the rows among the keys.
+    """
+
+    q: Any
+    q_low: Any
+    scale: Any
+    soft_cap: Any
+    pos: Any
+
+
+class WidenedKeys(NamedTuple):
+    """A sequence's keys of one head in the scratch.
+
+    Attributes:
+        scratch: `Scratch`; k_desc, v_desc: tensor descriptors of it, or None.
+        base: row of the first key.
+        first, count: rows before `first` are no keys; keys end with row `count`.
+    """
+
+    scratch: Any
+    k_desc: Any
+    v_desc: Any
+    base: Any
+    first: Any
+    count: Any
 
 
 @triton.jit
@@ -69,8 +105,7 @@ def masked_scores(
 
 @triton.jit
 def dense_range(
-    q, q_low, acc, m, l, v_block_factor, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
-    query_pos, first, num_keys, begin, rounds, end, full, full_end,
+    rows, keys, acc, m, l, v_block_factor, v_largest, begin, rounds, end, full, full_end,
     SIZES: tl.constexpr, RULES: tl.constexpr, WIDENED: tl.constexpr, BLOCKS: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
@@ -82,8 +117,9 @@ def dense_range(
     [full, full_end).
     """
     AHEAD: tl.constexpr = WIDENED.ahead and MASK == "none"
+    scratch, k_desc, v_desc, base, first, num_keys = keys
     if WIDENED.overlap:
-        p = tl.zeros([q.shape[0], BLOCKS.n], tl.float32)
+        p = tl.zeros([rows.q.shape[0], BLOCKS.n], tl.float32)
         correction = l * 0.0 + 1.0
     if AHEAD:
         # A range without tiles loads one all the same, somewhere in the scratch.
@@ -98,7 +134,7 @@ def dense_range(
         if WIDENED.overlap:
             row = base + tl.minimum(tile, end - 1) * BLOCKS.n
         # Small loads are issued first: the matrix products hide their latency.
-        scale = logit_scale
+        scale = rows.scale
         if WIDENED.k_block_factors:
             scale *= tl.load(scratch.k_block_factor + row // BLOCKS.s)
         if WIDENED.k_per_key:
@@ -115,9 +151,9 @@ def dense_range(
             )  # [BLOCK_N, BLOCK_D]
         if RULES.fp8 is not None:
             k = k.to(RULES.fp8, bitcast=True)
-        s = tl.dot(q, tl.trans(k))
+        s = tl.dot(rows.q, tl.trans(k))
         if RULES.split_q:
-            s = tl.dot(q_low, tl.trans(k), s)
+            s = tl.dot(rows.q_low, tl.trans(k), s)
         if AHEAD:
             upcoming = base + tl.minimum(tile + 1, rounds - 1) * BLOCKS.n
             next_k = load_rows(scratch.k, k_desc, upcoming, SIZES.head_dim, BLOCKS.dk, BLOCKS.n, WIDENED.tma)
@@ -130,7 +166,7 @@ def dense_range(
             if WIDENED.k_per_key:
                 s *= k_factor[None, :]
             if RULES.soft_cap:
-                s = capped_logits(s, soft_cap)
+                s = capped_logits(s, rows.soft_cap)
         before = tile * BLOCKS.n
         n = tl.arange(0, BLOCKS.n)
         if MASK == "branch":
@@ -138,13 +174,13 @@ def dense_range(
             # A second loop would have to fill its pipeline again.
             if (tile < full) | (tile >= full_end):
                 s = masked_scores(
-                    s, n, query_pos, first, tl.minimum(num_keys, end * BLOCKS.n), WIDENED.k_block_factors,
+                    s, n, rows.pos, first, tl.minimum(num_keys, end * BLOCKS.n), WIDENED.k_block_factors,
                     WIDENED.overlap, RULES.window_left, RULES.window_right,
                 )  # fmt: skip
         elif MASK == "rest":
             # Counted from the tile's first key, the keys are the same numbers in every tile.
             s = masked_scores(
-                s, n, query_pos - before, first - before, num_keys - before, WIDENED.k_block_factors,
+                s, n, rows.pos - before, first - before, num_keys - before, WIDENED.k_block_factors,
                 WIDENED.overlap, RULES.window_left, RULES.window_right,
             )  # fmt: skip
         p, m, l, correction = softmax_step(s, m, l, scale if RULES.folded else None)
@@ -166,18 +202,20 @@ def dense_range(
 
 @triton.jit
 def dense_keys(
-    q, q_low, acc, m, l, logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos,
-    first, num_keys, begin, end, full, full_end,
+    rows, keys, acc, m, l, begin, end, full, full_end,
     SIZES: tl.constexpr, RULES: tl.constexpr, WIDENED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Attends to the key tiles [begin, end) of a sequence's scratch, of which [full, full_end) need no mask.
 
-    `base` is the row of the sequence's first key in this head. With `overlap` a tile's P @ V is issued after
-    the scores of the next tile and runs during their softmax; one more round finishes the last. With `branch`
-    tiles that need no mask branch past it. AMD's compiler does not see then that one product feeds the other,
-    so that there these tiles come first, in a loop of their own.
+    With `overlap` a tile's P @ V is issued after the scores of the next tile and runs during their softmax;
+    one more round finishes the last. With `branch` tiles that need no mask branch past it. AMD's compiler
+    does not see then that one product feeds the other, so that there these tiles come first, in a loop of
+    their own.
+
+    Args:
+        rows, keys: `QueryTile`, `WidenedKeys`.
     """
-    v_block_factor = num_keys.to(tl.float32) * 0.0 + 1.0
+    v_block_factor = keys.count.to(tl.float32) * 0.0 + 1.0
     v_largest = v_block_factor * LEAST_FACTOR
     rounds = end
     if WIDENED.overlap:
@@ -185,14 +223,12 @@ def dense_keys(
     MASK: tl.constexpr = "branch" if WIDENED.branch else "rest"
     if not WIDENED.branch:
         acc, m, l, v_block_factor, v_largest = dense_range(
-            q, q_low, acc, m, l, v_block_factor, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc,
-            base, query_pos, first, num_keys, full, full_end, end, full, full_end,
+            rows, keys, acc, m, l, v_block_factor, v_largest, full, full_end, end, full, full_end,
             SIZES, RULES, WIDENED, BLOCKS, "none",
         )  # fmt: skip
         rounds -= full_end - full
     acc, m, l, v_block_factor, v_largest = dense_range(
-        q, q_low, acc, m, l, v_block_factor, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
-        query_pos, first, num_keys, begin, rounds, end, full, full_end,
+        rows, keys, acc, m, l, v_block_factor, v_largest, begin, rounds, end, full, full_end,
         SIZES, RULES, WIDENED, BLOCKS, MASK,
     )  # fmt: skip
     if WIDENED.v_block_factors:
@@ -253,26 +289,14 @@ def _dense_prefill_kernel(
     split = tl.program_id(2)
     if RULES.split:
         begin, end, full, full_end = key_range_of_split(begin, end, full, full_end, split, num_splits)
-    if RULES.fp8 is not None:
-        # Queries come from anywhere, so their bytes may be any.
-        high = (as_fp8(parts[0], RULES.fp8, False),)
-        low = high
-    else:
-        if RULES.scale_q:
-            parts, row_scale = scale_to_fp16(parts, 1)
-            logit_scale *= row_scale
-        high, low = split_query(parts, RULES.compute, RULES.split_q, 1)
-    # Triton 3.6 returns no struct with a None from a function.
-    shift = None
-    if q.shift is not None and RULES.soft_cap:
-        shift = load_shift(q.shift, tokens, heads, row_mask, NUM_HEADS)
-    soft_cap = SoftCap(soft_cap, shift)
-    acc, m, l = dense_keys(
-        high[0], low[0], tl.zeros([BLOCKS.m, BLOCKS.d], tl.float32),
-        tl.full([BLOCKS.m], float("-inf"), tl.float32), tl.zeros([BLOCKS.m], tl.float32),
-        logit_scale, soft_cap, scratch, k_desc, v_desc, tile.base + kv_head.to(tl.int64) * scratch.rows,
-        before + within, first, kv_len, begin, end, full, full_end, SIZES, RULES, WIDENED, BLOCKS,
-    )  # fmt: skip
+    high, low, logit_scale = query_terms(parts, logit_scale, RULES, 1)
+    soft_cap = soft_cap_of(q, soft_cap, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
+    acc = tl.zeros([BLOCKS.m, BLOCKS.d], tl.float32)
+    m, l = tl.full([BLOCKS.m], float("-inf"), tl.float32), tl.zeros([BLOCKS.m], tl.float32)
+    base = tile.base + kv_head.to(tl.int64) * scratch.rows
+    rows = QueryTile(high[0], low[0], logit_scale, soft_cap, before + within)
+    keys = WidenedKeys(scratch, k_desc, v_desc, base, first, kv_len)
+    acc, m, l = dense_keys(rows, keys, acc, m, l, begin, end, full, full_end, SIZES, RULES, WIDENED, BLOCKS)
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     write = True
     if RULES.split:

@@ -8,27 +8,27 @@ to the FP8 matrix unit as they are stored.
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.arguments import Queries, Read
+from narrowkv.attn_prefill.kernels.arguments import Read
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
-    load_shift,
+    query_terms,
     rows_of,
     shifted_maximum,
+    sized_queries,
+    soft_cap_of,
     tile_of,
 )
-from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_shares
+from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_programs
 from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import (
-    Descale,
-    KVPointers,
-    Table,
     first_id,
     load_key_scale,
     locate_keys,
     sequence_length,
+    sized_table,
     times_head_descale,
 )
-from narrowkv.paged_cache.kernels.queries import as_fp8, load_query, scale_to_fp16, split_query
+from narrowkv.paged_cache.kernels.queries import load_query
 from narrowkv.paged_cache.kernels.tiles import (
     LEAST_FACTOR,
     attend_to_tile,
@@ -38,8 +38,7 @@ from narrowkv.paged_cache.kernels.tiles import (
 )
 from narrowkv.quant.device import join_parts
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
-from narrowkv.runtime.attention.results import merge_splits
-from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, multiply_values
+from narrowkv.runtime.attention.softmax import capped_logits, multiply_values
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
 
 
@@ -172,15 +171,12 @@ def _fused_prefill_kernel(
         SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
     NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
-    k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
-    k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len, q.shift)
-    table = Table(
-        table.page_ids, table.row if SIZES.ragged else table_row, table.lens, num_ids, table.num_pages,
-        max_pages, *table[6:9],
-    )  # fmt: skip
+    k, v, k_descale, v_descale = cache
+    q = sized_queries(q, num_tokens, max_q_len, least_len, most_len)
+    table = sized_table(table, table_row, num_ids, max_pages, SIZES.ragged)
     pid = program_on_its_xcd(tl.program_id(0), tl.num_programs(0), RULES.order)
     kv_head = pid % SIZES.num_kv_heads
+    share = None
     if RULES.shares:
         share = find_share(
             q, table, batch, pid // SIZES.num_kv_heads, num_splits, False, SIZES.gqa_ratio, RULES.window_left,
@@ -215,26 +211,14 @@ def _fused_prefill_kernel(
 
     parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, SIZES.head_dim, BLOCKS.dk, K.parts)
     logit_scale = qk_scale
-    if RULES.fp8 is not None:
-        # Queries come from anywhere, so their bytes may be any.
-        high = (as_fp8(parts[0], RULES.fp8, False),)
-        low = high
-    else:
-        if RULES.scale_q:
-            parts, row_scale = scale_to_fp16(parts, K.parts)
-            logit_scale *= row_scale
-        high, low = split_query(parts, RULES.compute, RULES.split_q, K.parts)
+    high, low, logit_scale = query_terms(parts, logit_scale, RULES, K.parts)
     o_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * out_scale
     if RULES.q_descale:
         logit_scale *= tl.load(q.descale)
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K.descale)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V.descale)
     read = Read(row_base, kv_head, kv_len, first, last)
-    # Triton 3.6 returns no struct with a None from a function.
-    shift = None
-    if q.shift is not None and RULES.soft_cap:
-        shift = load_shift(q.shift, tokens, heads, row_mask, NUM_HEADS)
-    soft_cap = SoftCap(soft_cap, shift)
+    soft_cap = soft_cap_of(q, soft_cap, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     if RULES.as_decode:
         acc, m, l = attend_to_share(
             high, low, logit_scale, soft_cap, k, v, k_descale, v_descale, table, read, query_pos,
@@ -246,20 +230,12 @@ def _fused_prefill_kernel(
             v_descale, table, read, query_pos, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
-    if RULES.shares:
-        last_one, acc, m, l = merge_shares(
-            workspace, share, acc, m, l, kv_head, row_mask, SIZES.num_kv_heads, RULES.settle, RULES.nvidia,
-            BLOCKS.m, BLOCKS.d,
-        )  # fmt: skip
-        if not last_one:
-            return
-    elif RULES.split:
-        last_one, acc, m, l = merge_splits(
-            workspace, acc, m, l, pid, split, num_splits, tl.num_programs(0), row_mask,
-            RULES.settle, BLOCKS.m, BLOCKS.d,
-        )  # fmt: skip
-        if not last_one:
-            return
+    last_one, acc, m, l = merge_programs(
+        workspace, share, acc, m, l, kv_head, pid, split, num_splits, tl.num_programs(0), row_mask,
+        SIZES, RULES, BLOCKS,
+    )  # fmt: skip
+    if not last_one:
+        return
     write_rows(
         out.ptr, out.scale, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
         tl.arange(0, BLOCKS.d), out.token, out.head, out.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,

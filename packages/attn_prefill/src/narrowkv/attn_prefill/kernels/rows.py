@@ -7,9 +7,11 @@ and widened once for all heads of a group.
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.arguments import Tile
+from narrowkv.attn_prefill.kernels.arguments import Queries, Tile
 from narrowkv.paged_cache.kernels.pages import sequence_length
+from narrowkv.paged_cache.kernels.queries import as_fp8, scale_to_fp16, split_query
 from narrowkv.runtime.attention.masks import SEQUENCES, query_ranges
+from narrowkv.runtime.attention.softmax import SoftCap
 
 # Numbers that a server changes from call to call: kernels are not compiled again for their values. Within a
 # tuple they would be, so kernels take them as arguments of their own and put the tuples together.
@@ -17,6 +19,12 @@ RUNTIME_SIZES = [
     "batch", "num_tokens", "max_q_len", "block_m", "table_row", "num_ids", "max_pages", "max_keys",
     "key_blocks", "num_tiles", "num_groups", "num_blocks", "num_splits", "least_len", "most_len",
 ]  # fmt: skip
+
+
+@triton.jit
+def sized_queries(q, num_tokens, max_q_len, least_len, most_len):
+    """`Queries` with the sizes that serving changes, which kernels take as arguments of their own."""
+    return Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len, q.shift)
 
 
 @triton.jit
@@ -288,6 +296,30 @@ def find_block(
 def load_shift(shift, tokens, heads, row_mask, NUM_HEADS: tl.constexpr):
     """The natural logits [M] that are added to all logits of each row; see `Queries.shift`."""
     return tl.load(shift + tokens * NUM_HEADS + heads, mask=row_mask, other=0.0)
+
+
+@triton.jit
+def soft_cap_of(q, soft_cap, tokens, heads, row_mask, NUM_HEADS: tl.constexpr, CAPPED: tl.constexpr):
+    """The cap of logits as `capped_logits` takes it, with the shifts of rows."""
+    shift = None
+    if q.shift is not None and CAPPED:
+        shift = load_shift(q.shift, tokens, heads, row_mask, NUM_HEADS)
+    return SoftCap(soft_cap, shift)
+
+
+@triton.jit
+def query_terms(parts, logit_scale, RULES: tl.constexpr, PARTS: tl.constexpr):
+    """Q as the one or two terms that matrix units multiply, each in parts, and the scale of the scores."""
+    if RULES.fp8 is not None:
+        # Queries come from anywhere, so their bytes may be any.
+        high = (as_fp8(parts[0], RULES.fp8, False),)
+        low = high
+    else:
+        if RULES.scale_q:
+            parts, row_scale = scale_to_fp16(parts, PARTS)
+            logit_scale *= row_scale
+        high, low = split_query(parts, RULES.compute, RULES.split_q, PARTS)
+    return high, low, logit_scale
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from narrowkv.runtime.attention.masks import SEQUENCES, SeenKeys, query_ranges, 
 from narrowkv.runtime.attention.results import (
     is_last_program,
     merge_partial_results,
+    merge_splits,
     store_partial_result,
 )
 from narrowkv.runtime.attention.softmax import multiply_values
@@ -209,4 +210,29 @@ def merge_shares(
                 BLOCK_D,
                 4 if NVIDIA and BLOCK_M < 64 else 1,
             )
+    return write, acc, m, l
+
+
+@triton.jit
+def merge_programs(
+    workspace, share, acc, m, l, kv_head, tile, split, num_splits, num_tiles, row_mask,
+    SIZES: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Merges what the programs of a tile have found; True for the one that writes the result.
+
+    Args:
+        share: the program's `Share`, or None without `RULES.shares`.
+        tile, num_tiles: the tile's number among all heads' tiles, and how many there are.
+    """
+    write = True
+    if RULES.shares:
+        write, acc, m, l = merge_shares(
+            workspace, share, acc, m, l, kv_head, row_mask, SIZES.num_kv_heads, RULES.settle, RULES.nvidia,
+            BLOCKS.m, BLOCKS.d,
+        )  # fmt: skip
+    elif RULES.split:
+        write, acc, m, l = merge_splits(
+            workspace, acc, m, l, tile, split, num_splits, num_tiles, row_mask, RULES.settle, BLOCKS.m,
+            BLOCKS.d,
+        )  # fmt: skip
     return write, acc, m, l

@@ -7,20 +7,19 @@ K becomes Q's type and V float16, both exactly but for small elements of V in bf
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.arguments import Queries, Scratch
+from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     find_block,
     held_blocks,
     schedule_tiles,
+    sized_queries,
 )
 from narrowkv.paged_cache.kernels.pages import (
-    Descale,
-    KVPointers,
-    Table,
     first_id,
     load_key_scale,
     locate_keys,
+    sized_table,
 )
 from narrowkv.paged_cache.kernels.queries import as_fp8
 from narrowkv.paged_cache.kernels.tiles import load_tile, widen_tile
@@ -216,13 +215,9 @@ def _widen_kernel(
     """
     if FILLING.early:
         begin_next_launch()
-    k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
-    k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, None)
-    table = Table(
-        table.page_ids, table.row if SIZES.ragged else table_row, table.lens, num_ids, table.num_pages,
-        max_pages, *table[6:9],
-    )  # fmt: skip
+    k, v, k_descale, v_descale = cache
+    q = sized_queries(q, num_tokens, max_q_len, least_len, None)
+    table = sized_table(table, table_row, num_ids, max_pages, SIZES.ragged)
     scratch = Scratch(*scratch[0:9], max_keys, key_blocks)
     pid = tl.program_id(0)
     if pid >= num_blocks * SIZES.num_kv_heads:

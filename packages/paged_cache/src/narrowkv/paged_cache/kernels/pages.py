@@ -96,6 +96,15 @@ class Stored(NamedTuple):
 
 
 @triton.jit
+def sized_table(table, row, num_ids, max_pages, RAGGED: tl.constexpr):
+    """A `Table` with the sizes that serving changes, which kernels take as arguments of their own."""
+    return Table(
+        table.page_ids, table.row if RAGGED else row, table.lens, num_ids, table.num_pages, max_pages,
+        table.column, table.row_step, table.lens_step,
+    )  # fmt: skip
+
+
+@triton.jit
 def strided(index, step):
     """Offset of an element; a `step` of None is 1, without a multiplication."""
     if step is None:

@@ -317,8 +317,15 @@ class _Writer:
             elif isinstance(value, Arg):
                 keys += f"{value.name}.base.data_ptr(), *{value.name}.shape, *{value.name}.strides, "
         if described and encode is not None:
-            known = self.constant(_Encoded(encode, tuple(described)))
-            self.lines.append(f"_encoded = {known}.get(({keys})) or {known}.add(({keys}), locals())")
+            known, templates = self.constant({}), self.constant(tuple(described))
+            self.lines += [
+                f"_places = ({keys})",
+                f"_encoded = {known}.get(_places)",
+                "if _encoded is None:",
+                f"    if len({known}) >= {_MAX_ENCODED}: {known}.clear()",
+                f"    _encoded = {self.constant(encode)}(*{self.constant(_filled)}({templates}, locals()))",
+                f"    {known}[_places] = _encoded",
+            ]
         grid = ", ".join(map(self.spell, step.grid))
         self.lines.append(f"{self.constant(launcher)}({grid}, _stream, ({packed}))")
 
@@ -339,23 +346,3 @@ class _Writer:
         if isinstance(value, Arg):
             return self.specialised.pack(value.name, now, by_value, by_alignment)
         return repr(now.data_ptr()) if isinstance(now, torch.Tensor) else self.spell(value)
-
-
-class _Encoded(dict[tuple[int, ...], list[tuple[Any, ...]]]):
-    """What the descriptors of a launch were encoded as, by their addresses and sizes.
-
-    Args:
-        encode: encodes all of them.
-        descriptors: a descriptor, an `Arg` of one or a `Described` each.
-    """
-
-    def __init__(self, encode: Encode, descriptors: tuple[Any, ...]) -> None:
-        super().__init__()
-        self._encode, self._descriptors = encode, descriptors
-
-    def add(self, key: tuple[int, ...], values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """Encodes the descriptors of a call's values."""
-        if len(self) >= _MAX_ENCODED:
-            self.clear()
-        self[key] = found = self._encode(*_filled(self._descriptors, values))
-        return found
