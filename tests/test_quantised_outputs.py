@@ -128,6 +128,27 @@ def test_wrong_scales_and_dtypes_are_refused_before_any_launch(
     assert not recorder.launches
 
 
+@_small
+def test_compiled_functions_write_the_same_bytes(case: Any) -> None:
+    inputs = replace(case, out_dtype=FN).inputs()
+    plan, wanted = inputs.plan(), inputs.call()[0]
+    scale = inputs.options.pop("out_scale")
+
+    def run(q: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        given = {**inputs.options, "out_scale": scale, "plan": plan, "out": out}
+        if isinstance(case, DecodeCase):
+            return paged_decode(q, inputs.cache, inputs.table, **given)
+        return replace(inputs, q=q).run(plan, out_scale=scale, out=out)
+
+    torch._dynamo.reset()  # all cases share the code of `run`, which is compiled again only a few times
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for out in (None, torch.zeros_like(wanted)):
+        found = compiled(inputs.q, scale, out)
+        assert found.dtype == FN
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        assert out is None or torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+
+
 def test_results_may_not_lie_over_the_scale() -> None:
     inputs = DecodeCase.small().inputs()
     memory = torch.ones(inputs.q.numel() // 4 + 1)
