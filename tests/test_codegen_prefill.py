@@ -121,7 +121,8 @@ def assert_few_scalars_move(artifacts: list[CompiledArtifact]) -> None:
     They are what one kind of program, or one of the two loops, needs while another runs.
     """
     for code in artifacts:
-        if code.name in SCALARS_IN_LANES:
+        # A reduction over lanes ends by reading one, too: that is no spill.
+        if code.name in SCALARS_IN_LANES and code.registers.sgpr_spills:
             assert code.loop.total("v_readlane", "v_writelane") <= code.loop.valu // 200
         else:
             assert code.registers.sgpr_spills == 0, (code.name, code.registers)
