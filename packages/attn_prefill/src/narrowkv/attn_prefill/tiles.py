@@ -104,6 +104,9 @@ PIPELINED_ROWS = (
 # name no keys are of those. In brackets 64 x 32 with 16 x 16 instructions, one stage and registers for two
 # waves a SIMD. Facts: target, head_dim, tall (128 rows), plain (no factors of single keys; Q is one term).
 CDNA_DENSE_ROWS = (
+    ConfigRow({"head_dim": _WIDER, "target": ("gfx90a", "gfx942")},
+        PrefillTile(16, _options(4, 1, matrix_instr_nonkdim=16, waves_per_eu=1)),
+        "Not told that one wave fits, Triton 3.9.0 spills a register of 512 channels with factors of keys"),
     ConfigRow({"head_dim": _LARGE_HEAD}, PrefillTile(16, _options(4, 1, matrix_instr_nonkdim=16))),
     ConfigRow({"target": "gfx950", "tall": True, "plain": True, "head_dim": 64},
         PrefillTile(32, _cdna(32, num_stages=2, llvm_fn_attrs=_ITERATIVE_ILP)),
@@ -357,8 +360,8 @@ def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str) ->
         programs = shape.row_tiles(block_m) * shape.num_kv_heads
         few_keys = shape.head_dim > 128 or target.is_wave32
         block_n = 16 if few_keys or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
-        # On gfx1250 four waves of 32 lanes spill scalars in appends. Heads wider than 256 spill 2 to 20 vector
-        # registers over 4-bit and bf16 caches, unless LLVM takes this strategy: then 182 to 245 are used.
+        # On gfx1250 four waves of 32 lanes spill scalars in appends. Of heads wider than 256 up to 20 vector
+        # registers spill over 4-bit and bf16 caches, unless LLVM takes this strategy: then 182 to 245 are used.
         options = LaunchOptions(
             num_warps=8 if few_keys else 4,
             num_stages=1,

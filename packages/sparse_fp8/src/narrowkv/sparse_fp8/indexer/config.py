@@ -64,7 +64,8 @@ def choose_logits_config(
     block_t = max(each for each in range(1, most + 1) if q_len % each == 0)
     block_n, options = 64, LaunchOptions()
     if target.is_amd:
-        block_n = 128 if native and block_t == 1 else 64
+        # 128 keys of 256 channels spill scalars in gfx950's loop.
+        block_n = 128 if native and block_t == 1 and keys.head_dim <= 128 else 64
         options = LaunchOptions(num_warps=4, num_stages=2, matrix_instr_nonkdim=16)
     elif target.is_nvidia:
         # Widened keys take twice the registers. H200, B64 over 65,536 keys, FP8 products of 64 heads: 64 keys

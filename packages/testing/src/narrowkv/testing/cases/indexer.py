@@ -237,7 +237,8 @@ def shipped(target: str = "") -> list[IndexCase]:
             ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e4m3fn"), ("packed", "packed", "rows"), (1, 2, 1), strict=True
         )
     ]
-    ways += [IndexCase(q="fp8_e4m3fnuz", lens=(70, 5)), IndexCase(head_dim=256, lens=(70, 5))]
+    ways += [IndexCase(q="fp8_e4m3fnuz", lens=(70, 5))]
+    ways += [IndexCase(head_dim=256, lens=(70, 5), format=fmt, q=fmt) for fmt in FORMATS]
     return ways + [replace(ways[6], num_heads=heads) for heads in (12, 32, 128)]
 
 
