@@ -59,6 +59,7 @@ class DecodeConfig:
             too many splits).
         num_items: the most splits of all sequences together, for each KV head and row block.
         tiles_per_split: key tiles of a split; 0 for an even share.
+        slots: of an even share, programs of a KV head and row block that run at once; else 0.
         merge_in_launch: the last split to arrive merges, instead of a second kernel.
         kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored; "fp8"
             makes FP4 keys and values FP8, by a table, and multiplies both so, with FP8 queries.
@@ -84,6 +85,7 @@ class DecodeConfig:
     prefetch: str = ""
     merge: MergeTile = field(default_factory=MergeTile)
     xcd_items: int = 0
+    slots: int = 0
     tuned: str = ""
 
     def explain(self, shape: DecodeShape) -> str:
@@ -396,7 +398,7 @@ def with_choice(
     head_programs = shape.num_kv_heads * -(-rows // shipped.block_m)
     slots = max(1, target.compute_units * choice.items_per_unit // head_programs)
     split = "none" if shape.capacity <= choice.block_n else choice.split
-    num_items, tiles_per_split = _items_of(shape, split, slots, choice.block_n)
+    num_items, tiles_per_split, slots = _items_of(shape, split, slots, choice.block_n)
     in_launch = (choice.merge_splits, choice.merge_warps) == MERGE_IN_LAUNCH and split != "none"
     return replace(
         shipped,
@@ -404,39 +406,25 @@ def with_choice(
         split=split,
         num_items=num_items,
         tiles_per_split=tiles_per_split,
+        slots=slots,
         merge_in_launch=in_launch and shape.batch * head_programs <= _MAX_COUNTERS,
         options=choice.options(shipped.options, shipped.block_n),
         merge=MergeTile(choice.merge_splits, choice.merge_warps) if choice.merge_splits else MergeTile(),
     )
 
 
-def _items_of(
-    shape: DecodeShape, split: str, slots: int, block_n: int, *, whole_waves: bool = False
-) -> tuple[int, int]:
-    """`DecodeConfig.num_items` and `tiles_per_split` of a split that is not "fixed".
+def _items_of(shape: DecodeShape, split: str, slots: int, block_n: int) -> tuple[int, int, int]:
+    """`DecodeConfig.num_items`, `tiles_per_split` and `slots` of a split that is not "fixed".
 
-    slots: programs of a KV head and row block that run at once; whole_waves: items are a multiple of that.
+    slots: programs of a KV head and row block that run at once.
     """
     if split == "none":
-        return shape.batch, 0
+        return shape.batch, 0, 0
     if split == "per_sequence":
         tiles = max(1, -(-shape.capacity // block_n))
-        return shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles), 1
-    # An even share needs room for each sequence's rounding up: see `even_split`. Where that is more than fits
-    # at once, FP4 wants whole waves. H100, B128 ctx32768 page 64, FP4: 396 items 1811 us, 384 items 1943 us;
-    # FP8 2897 us with 264, 2863 us with 256.
-    least = 2 * shape.batch
-    return -(-least // slots) * slots if whole_waves else max(slots, least), 0
-
-
-def _items_of_many(shape: DecodeShape, least: int) -> int:
-    """`DecodeConfig.num_items` of more sequences than run at once, with few rows a KV head.
-
-    Three splits a sequence, not one: at the end fewer units wait for the others. H200, FP8, 32/8 heads, B256
-    ctx8192 998 us instead of 1195, 256 lognormal lengths 810 instead of 846. With 96/8 heads partial results
-    cost more than that: B256 ctx2048 313 us instead of 276.
-    """
-    return 4 * shape.batch if shape.capacity > 4 * _SHORT else least
+        return shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles), 1, 0
+    # Whole waves of programs, up to two and a half splits a sequence: see `even_split`.
+    return max(1, -(-5 * shape.batch // (2 * slots))) * slots, 0, slots
 
 
 def _unsplit(target: Target, shape: DecodeShape, k_format: str, slots: int) -> str | None:
@@ -490,8 +478,8 @@ def _wide_head_tile(
 def _large_call(
     target: Target, shape: DecodeShape, formats: tuple[str, str], block_m: int, slots: int, *, groups: bool,
     unpacks: bool, fast: bool,
-) -> tuple[int, LaunchOptions, int, bool]:  # fmt: skip
-    """A call that fills an NVIDIA GPU, or runs on a CPU: keys of a tile, options, programs, whole waves.
+) -> tuple[int, LaunchOptions, int]:  # fmt: skip
+    """A call that fills an NVIDIA GPU, or runs on a CPU: keys of a tile, options and programs of a KV head.
 
     slots: programs of one warp that run at once; groups, unpacks, fast: see `_shipped_config`.
     """
@@ -500,16 +488,16 @@ def _large_call(
         # `attend_in_registers`. H100, B64 ctx8192, with it and with tiles in shared memory: NVFP4 251 and
         # 300 us; MX (a scale per 32 channels) 249 and 312 us. Twelve programs of 168 registers spill: 366 and
         # 348 us. FP8 takes 371 us.
-        return 32, LaunchOptions(num_warps=1, num_stages=3), slots, True
+        return 32, LaunchOptions(num_warps=1, num_stages=3), slots
     if unpacks and get_format(formats[0]).is_packed:
         head_programs = shape.num_kv_heads * -(-shape.q_len * shape.gqa_ratio // block_m)
         slots = max(1, target.compute_units * _FP4_RESIDENT // head_programs)
-        return 32, LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS), slots, True
+        return 32, LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS), slots
     if unpacks:
         # H100, B64 ctx32768 page 16: 64 keys x 3 stages 1126 us, 32 x 3 1166 us, 64 x 2 1222 us (FP8: 1449).
         # Keys in INT8, values in INT4: 32 x 3 329 us, 64 x 3 346 us at B64 ctx8192.
         block_n = 32 if formats == ("int8", "int4") else 64
-        return block_n, LaunchOptions(num_warps=1, num_stages=3), slots, False
+        return block_n, LaunchOptions(num_warps=1, num_stages=3), slots
     # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
     # 32 rows, B64 ctx8192 page 16: 64 keys 380 us, 32 keys 389 us.
     # INT8, 16 rows, B64 ctx8192 page 16: 64 keys 386 us, 32 keys 407 us.
@@ -521,7 +509,12 @@ def _large_call(
     packed = narrow_head and block_m == 32 and formats[1] == "fp4_e2m1" and target.name == "sm90"
     warps = 1 if (block_m == 16 and narrow_head) or packed else 2
     options = LaunchOptions(num_warps=warps, num_stages=3 if narrow_head else 2)
-    return block_n, options, max(1, slots // warps), False
+    if fast and block_m == 16 and shape.q_len == 1 and target.name == "sm90":
+        # Each quarter of a multiprocessor has 16,384 registers for its programs of one warp, which take 128
+        # with 64 channels, at most 168 with 6 rows, and up to 192 with 16.
+        resident = 16 if shape.head_dim <= 64 else 12 if shape.gqa_ratio <= 6 else _RESIDENT
+        slots = max(1, target.compute_units * resident // shape.num_kv_heads)
+    return block_n, options, max(1, slots // warps)
 
 
 def _xcd_items(target: Target, shape: DecodeShape, row_blocks: int) -> int:
@@ -591,7 +584,7 @@ def _shipped_config(
     fp4 = k_format == v_format == "fp4_e2m1"
     groups = fp4 and block_m == 16 and scale_group > 0 and target.name == "sm90" and shape.q_len == 1
     groups = groups and shape.head_dim == 128
-    whole_waves, prefetch = False, ""
+    prefetch = ""
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if target.is_wave32:
         block_n, options = wave32_tile(block_m, k_format, v_format, shape.head_dim)
@@ -618,7 +611,7 @@ def _shipped_config(
         block_n, options, slots, prefetch, short_split = _short_call(shape, units, kind, narrow_head)
         split = split or short_split
     else:
-        block_n, options, slots, whole_waves = _large_call(
+        block_n, options, slots = _large_call(
             target, shape, (k_format, v_format), block_m, slots, groups=groups, unpacks=unpacks, fast=fast
         )
 
@@ -627,15 +620,13 @@ def _shipped_config(
     split = split or ("none" if shape.capacity <= block_n else "even")
     if tokens_per_split or batch_invariant:
         tiles = max(1, -(-shape.capacity // block_n))
-        split, tiles_per_split = "fixed", -(-(tokens_per_split or _INVARIANT_TOKENS) // block_n)
+        split, slots, tiles_per_split = "fixed", 0, -(-(tokens_per_split or _INVARIANT_TOKENS) // block_n)
         most = tiles if tokens_per_split else _INVARIANT_SPLITS
         num_items = shape.batch * min(-(-tiles // tiles_per_split), most)
     else:
-        num_items, tiles_per_split = _items_of(shape, split, slots, block_n, whole_waves=whole_waves)
-        if split == "even" and fast and target.is_nvidia and rows <= 4 and shape.batch > slots:
-            num_items = _items_of_many(shape, num_items)
-    merge_in_launch, merge = _merging(target, shape, split, num_items, head_programs, batch_invariant)
+        num_items, tiles_per_split, slots = _items_of(shape, split, slots, block_n)
+    merge_in_launch, merge = _merging(target, shape, split, slots or num_items, head_programs, batch_invariant)
     return DecodeConfig(
         block_m, block_n, split, num_items, tiles_per_split, merge_in_launch, chosen, k_parts, v_parts,
-        options, prefetch, merge, _xcd_items(target, shape, row_blocks),
+        options, prefetch, merge, _xcd_items(target, shape, row_blocks), slots,
     )  # fmt: skip
