@@ -398,7 +398,7 @@ def with_choice(
     head_programs = shape.num_kv_heads * -(-rows // shipped.block_m)
     slots = max(1, target.compute_units * choice.items_per_unit // head_programs)
     split = "none" if shape.capacity <= choice.block_n else choice.split
-    num_items, tiles_per_split, slots = _items_of(shape, split, slots, choice.block_n)
+    num_items, tiles_per_split, _ = _items_of(shape, split, slots, choice.block_n)
     in_launch = (choice.merge_splits, choice.merge_warps) == MERGE_IN_LAUNCH and split != "none"
     return replace(
         shipped,
@@ -406,25 +406,28 @@ def with_choice(
         split=split,
         num_items=num_items,
         tiles_per_split=tiles_per_split,
-        slots=slots,
+        slots=0,
         merge_in_launch=in_launch and shape.batch * head_programs <= _MAX_COUNTERS,
         options=choice.options(shipped.options, shipped.block_n),
         merge=MergeTile(choice.merge_splits, choice.merge_warps) if choice.merge_splits else MergeTile(),
     )
 
 
-def _items_of(shape: DecodeShape, split: str, slots: int, block_n: int) -> tuple[int, int, int]:
+def _items_of(
+    shape: DecodeShape, split: str, slots: int, block_n: int, *, waves: bool = False
+) -> tuple[int, int, int]:
     """`DecodeConfig.num_items`, `tiles_per_split` and `slots` of a split that is not "fixed".
 
-    slots: programs of a KV head and row block that run at once.
+    slots: programs of a KV head and row block that run at once; waves: an even share fills whole waves.
     """
     if split == "none":
         return shape.batch, 0, 0
     if split == "per_sequence":
         tiles = max(1, -(-shape.capacity // block_n))
         return shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles), 1, 0
-    # Whole waves of programs, up to two and a half splits a sequence: see `even_split`.
-    return max(1, -(-5 * shape.batch // (2 * slots))) * slots, 0, slots
+    if waves:  # that hold two and a half splits of each sequence
+        return max(1, -(-5 * shape.batch // (2 * slots))) * slots, 0, slots
+    return max(slots, 2 * shape.batch), 0, 0
 
 
 def _unsplit(target: Target, shape: DecodeShape, k_format: str, slots: int) -> str | None:
@@ -624,9 +627,10 @@ def _shipped_config(
         most = tiles if tokens_per_split else _INVARIANT_SPLITS
         num_items = shape.batch * min(-(-tiles // tiles_per_split), most)
     else:
-        num_items, tiles_per_split, slots = _items_of(shape, split, slots, block_n)
-    merge_in_launch, merge = _merging(target, shape, split, slots or num_items, head_programs, batch_invariant)
+        waves = not (target.is_amd or latency_bound)
+        num_items, tiles_per_split, slots = _items_of(shape, split, slots, block_n, waves=waves)
+    in_launch, merge = _merging(target, shape, split, slots or num_items, head_programs, batch_invariant)
     return DecodeConfig(
-        block_m, block_n, split, num_items, tiles_per_split, merge_in_launch, chosen, k_parts, v_parts,
+        block_m, block_n, split, num_items, tiles_per_split, in_launch, chosen, k_parts, v_parts,
         options, prefetch, merge, _xcd_items(target, shape, row_blocks), slots,
     )  # fmt: skip

@@ -52,8 +52,15 @@ from narrowkv.runtime.attention.xcds import program_on_its_xcd
 # Values that serving changes from step to step: the kernel is not compiled again for them.
 @triton.jit(
     do_not_specialize=[
-        "row", "num_ids", "max_pages", "batch", "most_splits", "tiles_per_split", "slots", "merge"
-    ],  # fmt: skip
+        "row",
+        "num_ids",
+        "max_pages",
+        "batch",
+        "most_splits",
+        "tiles_per_split",
+        "slots",
+        "merge",
+    ],
     do_not_specialize_on_alignment=["page_ids", "lens"],
 )
 def _paged_decode_kernel(

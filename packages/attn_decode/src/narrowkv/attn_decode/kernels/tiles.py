@@ -214,24 +214,14 @@ def splits_in(tiles, per_tile):
 
 
 @triton.jit
-def even_split(
-    table, ranges, batch, num_items, slots, wanted, BY_ITEM: tl.constexpr,
-    Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def split_size(
+    table, ranges, batch, num_items, slots, total, longest, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sequence of an item, or the `wanted` sequence itself: its first item and its number of splits.
+    """Of key tiles of a split that divide the longest sequence evenly, those with which splits end first.
 
-    Sequences are cut in splits of at most `size` tiles. Of sizes that divide the longest sequence evenly and
-    make at most `num_items` splits, which must be at least the batch, that one is taken which ends first: its
-    splits run in waves of `slots` programs. Every program computes this alike. An item past the last one has
-    no splits.
+    They make at most `num_items` splits, which are not fewer than the batch, and run in waves of `slots`.
     """
-    total, longest = batch * 0, batch * 0
-    for first in range(0, batch, _SEQUENCES):
-        _, tiles = tiles_of_some(table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N)
-        total += tl.sum(tiles, 0)
-        longest = tl.maximum(longest, tl.max(tiles, 0))
-    longest = tl.maximum(longest, 1)
     most = tl.cdiv(longest, tl.maximum(tl.cdiv(total, num_items), 1))
     sizes = tl.cdiv(longest, 1 + tl.arange(0, _CANDIDATES) * (most - 1) // (_CANDIDATES - 1))
     per_tile = 1.0 / sizes.to(tl.float32)
@@ -244,7 +234,33 @@ def even_split(
         items += tl.sum(tl.where((seqs < batch)[None, :], splits, 0), 1)
     cost = tl.cdiv(items, slots).to(tl.float32) * (sizes.to(tl.float32) + _START)
     cost = tl.where(items <= num_items, cost, float("inf"))
-    size = tl.min(tl.where(cost == tl.min(cost, 0), sizes, longest), 0)
+    return tl.min(tl.where(cost == tl.min(cost, 0), sizes, longest), 0)
+
+
+@triton.jit
+def even_split(
+    table, ranges, batch, num_items, slots, wanted, BY_ITEM: tl.constexpr,
+    Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sequence of an item, or the `wanted` sequence itself: its first item and its number of splits.
+
+    Sequences are cut in splits of at most `size` tiles: `split_size`, or without `slots` a size that never
+    needs more items than there are, since sum(ceil(t / size)) <= total / size + batch. Every program computes
+    this alike. An item past the last one has no splits.
+    """
+    total, longest = batch * 0, batch * 0
+    for first in range(0, batch, _SEQUENCES):
+        _, tiles = tiles_of_some(table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N)
+        total += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+    if slots is None:
+        size = tl.maximum(tl.cdiv(total, tl.maximum(num_items - batch, 1)), 1)
+    else:
+        size = split_size(
+            table, ranges, batch, num_items, slots, total, tl.maximum(longest, 1), Q_LEN, WINDOW_LEFT,
+            PAGE_SIZE, RAGGED, BLOCK_N,
+        )  # fmt: skip
     per_tile = 1.0 / size.to(tl.float32)
     seq, first_item, num_splits, items_before = batch * 0, batch * 0, batch * 0, batch * 0
     for first in range(0, batch, _SEQUENCES):
