@@ -425,9 +425,11 @@ def _items_of(
     if split == "per_sequence":
         tiles = max(1, -(-shape.capacity // block_n))
         return shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles), 1, 0
-    if waves:  # that hold two and a half splits of each sequence
-        return max(1, -(-5 * shape.batch // (2 * slots))) * slots, 0, slots
-    return max(slots, 2 * shape.batch), 0, 0
+    least = 2 * shape.batch
+    if waves:  # up to six with two and a half splits of each sequence; more would take a large workspace
+        least = min(5 * shape.batch // 2, max(least, 6 * slots))
+        return max(1, -(-least // slots)) * slots, 0, slots
+    return max(slots, least), 0, 0
 
 
 def _unsplit(target: Target, shape: DecodeShape, k_format: str, slots: int) -> str | None:
