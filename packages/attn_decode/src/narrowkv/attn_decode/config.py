@@ -62,6 +62,7 @@ class DecodeConfig:
             too many splits).
         num_items: the most splits of all sequences together, for each KV head and row block.
         tiles_per_split: key tiles of a split; 0 for an even share.
+        slots: of an even share, programs of a KV head and row block that run at once; else 0.
         merge_in_launch: the last split to arrive merges, instead of a second kernel.
         kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored; "fp8"
             makes FP4 keys and values FP8, by a table, and multiplies both so, with FP8 queries.
@@ -87,6 +88,7 @@ class DecodeConfig:
     prefetch: str = ""
     merge: MergeTile = field(default_factory=MergeTile)
     xcd_items: int = 0
+    slots: int = 0
     tuned: str = ""
 
     def explain(self, shape: DecodeShape) -> str:
@@ -288,7 +290,7 @@ def with_choice(
     head_programs = shape.num_kv_heads * -(-rows // shipped.block_m)
     slots = max(1, target.compute_units * choice.items_per_unit // head_programs)
     split = "none" if shape.capacity <= choice.block_n else choice.split
-    num_items, tiles_per_split = _items_of(shape, split, slots, choice.block_n)
+    num_items, tiles_per_split, _ = _items_of(shape, split, slots, choice.block_n)
     in_launch = (choice.merge_splits, choice.merge_warps) == MERGE_IN_LAUNCH and split != "none"
     return replace(
         shipped,
@@ -296,6 +298,7 @@ def with_choice(
         split=split,
         num_items=num_items,
         tiles_per_split=tiles_per_split,
+        slots=0,
         merge_in_launch=in_launch and shape.batch * head_programs <= _MAX_COUNTERS,
         options=choice.options(shipped.options, shipped.block_n),
         merge=MergeTile(choice.merge_splits, choice.merge_warps) if choice.merge_splits else MergeTile(),
@@ -303,32 +306,26 @@ def with_choice(
 
 
 def _items_of(
-    shape: DecodeShape, split: str, slots: int, block_n: int, *, whole_waves: bool = False
-) -> tuple[int, int]:
-    """`DecodeConfig.num_items` and `tiles_per_split` of a split that is not "fixed".
+    shape: DecodeShape, split: str, slots: int, block_n: int, *, waves: bool = False
+) -> tuple[int, int, int]:
+    """`DecodeConfig.num_items`, `tiles_per_split` and `slots` of a split that is not "fixed".
 
-    slots: programs of a KV head and row block that run at once; whole_waves: items are a multiple of that.
+    slots: programs of a KV head and row block that run at once; waves: an even share fills whole waves.
+
+    FP8, times of the floor, with whole waves (H100) and without (H200): 64 lognormal lengths, 96/8 heads,
+    1.16 and 1.70, 32/8 heads 1.13 and 1.63; 128, 96/8 heads, 1.14 and 1.58; 32/8 heads, B128 ctx8192 1.08 and
+    1.20, B256 ctx4096 1.10 and 1.22; 96/8 heads, B64 ctx8192 1.08 and 1.17, B256 ctx8192 1.04 and 1.12.
     """
     if split == "none":
-        return shape.batch, 0
+        return shape.batch, 0, 0
     if split == "per_sequence":
         key_tiles = max(1, -(-shape.capacity // block_n))
-        return shape.batch * min(max(1, slots // max(shape.batch, 1)), key_tiles), 1
-    # An even share needs room for each sequence's rounding up: see `even_split`. Where that is more than fits
-    # at once, FP4 wants whole waves. H100, B128 ctx32768 page 64, FP4: 396 items 1811 us, 384 items 1943 us;
-    # FP8 2897 us with 264, 2863 us with 256.
+        return shape.batch * min(max(1, slots // max(shape.batch, 1)), key_tiles), 1, 0
     least = 2 * shape.batch
-    return -(-least // slots) * slots if whole_waves else max(slots, least), 0
-
-
-def _items_of_many(shape: DecodeShape, least: int) -> int:
-    """`DecodeConfig.num_items` of more sequences than run at once, with few rows a KV head.
-
-    Three splits a sequence, not one: at the end fewer units wait for the others. H200, FP8, 32/8 heads, B256
-    ctx8192 998 us instead of 1195, 256 lognormal lengths 810 instead of 846. With 96/8 heads partial results
-    cost more than that: B256 ctx2048 313 us instead of 276.
-    """
-    return 4 * shape.batch if shape.capacity > 4 * _SHORT else least
+    if waves:  # up to six with two and a half splits of each sequence; more would take a large workspace
+        least = min(5 * shape.batch // 2, max(least, 6 * slots))
+        return max(1, -(-least // slots)) * slots, 0, slots
+    return max(slots, least), 0, 0
 
 
 def _unsplit(target: Target, shape: DecodeShape, k_format: str, slots: int) -> str | None:
@@ -380,7 +377,8 @@ def _facts(
         "formats": "/".join(formats), "group": scale_group, "half": 16 in (k.bits, v.bits),
         "packed": k.is_packed or v.is_packed, "v_packed": v.is_packed, "mixed": formats[0] != formats[1],
         "unpacks": "fp4_e2m1" in formats or formats == ("int4", "int4"), "q_len": shape.q_len,
-        "q_dtype": shape.q_dtype, "head_dim": shape.head_dim, "narrow": shape.head_dim <= 128,
+        "q_dtype": shape.q_dtype, "ratio": shape.gqa_ratio, "head_dim": shape.head_dim,
+        "narrow": shape.head_dim <= 128,
         "padded": shape.head_dim & (shape.head_dim - 1) != 0, "cache": cache,
     }  # fmt: skip
 
@@ -395,6 +393,11 @@ def _length_facts(shape: DecodeShape, units: float) -> dict[str, Any]:
         "long": each > MOST_SPLITS, "single": shape.batch == 1, "few": 4 * shape.batch <= units,
         "full": 8 * shape.batch >= 7 * slots, "short": shape.capacity <= _SHORT,
     }  # fmt: skip
+
+
+def _is_latency_bound(shape: DecodeShape, units: float, batch_invariant: bool) -> bool:
+    """Whether the programs that run at once have less than 512 keys each; `units` as in `_length_facts`."""
+    return shape.batch * shape.capacity < 512 * max(1, int(units * RESIDENT)) and not batch_invariant
 
 
 def _tile_of(
@@ -419,8 +422,7 @@ def _tile_of(
         return replace(tile, prefetch=prefetch, options=replace(tile.options, waves_per_eu=waves))
     if shape.head_dim > 256 and target.is_nvidia:
         return choice_for(tiles.WIDE_ROWS, facts)
-    programs = max(1, int(units * RESIDENT))
-    if block_m == 16 and shape.batch * shape.capacity < 512 * programs and not batch_invariant:
+    if block_m == 16 and _is_latency_bound(shape, units, batch_invariant):
         return choice_for(tiles.SHORT_ROWS, {**facts, **_length_facts(shape, units)})
     return choice_for(tiles.CPU_ROWS if target.name == "cpu" else tiles.LARGE_ROWS, facts)
 
@@ -498,15 +500,14 @@ def _shipped_config(
     split = split or ("none" if shape.capacity <= block_n else "even")
     if tokens_per_split or batch_invariant:
         key_tiles = max(1, -(-shape.capacity // block_n))
-        split, tiles_per_split = "fixed", -(-(tokens_per_split or _INVARIANT_TOKENS) // block_n)
+        split, slots, tiles_per_split = "fixed", 0, -(-(tokens_per_split or _INVARIANT_TOKENS) // block_n)
         most = key_tiles if tokens_per_split else _INVARIANT_SPLITS
         num_items = shape.batch * min(-(-key_tiles // tiles_per_split), most)
     else:
-        num_items, tiles_per_split = _items_of(shape, split, slots, block_n, whole_waves=tile.whole_waves)
-        if split == "even" and fast and target.is_nvidia and rows <= 4 and shape.batch > slots:
-            num_items = _items_of_many(shape, num_items)
-    merge_in_launch, merge = _merging(target, shape, split, num_items, head_programs, batch_invariant)
+        waves = not (target.is_amd or _is_latency_bound(shape, units, batch_invariant))
+        num_items, tiles_per_split, slots = _items_of(shape, split, slots, block_n, waves=waves)
+    in_launch, merge = _merging(target, shape, split, slots or num_items, head_programs, batch_invariant)
     return DecodeConfig(
-        block_m, block_n, split, num_items, tiles_per_split, merge_in_launch, chosen, k_parts, v_parts,
-        tile.options, tile.prefetch, merge, _xcd_items(target, shape, row_blocks),
+        block_m, block_n, split, num_items, tiles_per_split, in_launch, chosen, k_parts, v_parts,
+        tile.options, tile.prefetch, merge, _xcd_items(target, shape, row_blocks), slots,
     )  # fmt: skip

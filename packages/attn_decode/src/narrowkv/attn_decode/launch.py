@@ -268,6 +268,7 @@ def launches_of(
         "steps": TableSteps(num_pages, *table.steps), "out_scale": Arg("out_scale"), "batch": table.batch,
         "most_splits": config.num_items // (1 if config.split == "even" else max(table.batch, 1)),
         "tiles_per_split": config.tiles_per_split if config.tiles_per_split > 1 else None,
+        "slots": config.slots or None,
     }  # fmt: skip
     attending = launch_by_name(
         attend, (grids[0],), **shared, k=read["k"], v=read["v"], k_descale=read["k_descale"],

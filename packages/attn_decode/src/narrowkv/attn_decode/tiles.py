@@ -49,7 +49,6 @@ class DecodeTile:
         split: see `DecodeConfig`; None leaves it to the lengths.
         most_splits: of a sequence; 0 without a bound.
         least_tiles: of a split; 0 without a bound.
-        whole_waves: the splits are a multiple of the programs that run at once.
     """
 
     block_n: int
@@ -59,7 +58,6 @@ class DecodeTile:
     split: str | None = None
     most_splits: int = 0
     least_tiles: int = 0
-    whole_waves: bool = False
 
 
 def _options(num_warps: int, num_stages: int, maxnreg: int | None = None) -> LaunchOptions:
@@ -185,6 +183,11 @@ SHORT_ROWS = (
 )  # fmt: skip
 
 # Other calls on NVIDIA in tiles of 16 and 32 rows, with heads of at most 256 channels.
+_ONE_TOKEN_OF_FP8 = {"target": "sm90", "cache": "fp8", "block_m": 16, "q_len": 1}
+_BY_REGISTERS = (
+    "Each quarter of a multiprocessor has 16,384 registers for its programs of one warp, which take 128 with "
+    "64 channels, at most 168 with 6 rows, and up to 192 with 16"
+)
 LARGE_ROWS = (
     ConfigRow({"block_m": 32, "cache": "fp8"}, DecodeTile(64, _options(2, 3), 4),
         "H100, B64 ctx8192 page 16: 64 keys 380 us, 32 keys 389 us"),
@@ -193,12 +196,15 @@ LARGE_ROWS = (
         "H200, 2 tokens of 64 sequences of 8192 keys, by one warp and by two: FP8 keys with FP4 values 388 "
         "and 485 us, FP4 374 and 541 us"),
     ConfigRow({"block_m": 32, "narrow": True}, DecodeTile(32, _options(2, 3), 4)),
+    ConfigRow({**_ONE_TOKEN_OF_FP8, "head_dim": range(65)}, DecodeTile(32, _options(1, 3), 16),
+        _BY_REGISTERS),
+    ConfigRow({**_ONE_TOKEN_OF_FP8, "ratio": range(7)}, DecodeTile(32, _options(1, 3), 12), _BY_REGISTERS),
     ConfigRow({"narrow": False}, DecodeTile(32, _options(2, 2), 4)),
-    ConfigRow({"cache": "groups"}, DecodeTile(32, _options(1, 3), whole_waves=True),
+    ConfigRow({"cache": "groups"}, DecodeTile(32, _options(1, 3)),
         "`attend_in_registers`. H100, B64 ctx8192, with it and with tiles in shared memory: NVFP4 251 and "
         "300 us; MX (a scale per 32 channels) 249 and 312 us. Twelve programs of 168 registers spill: 366 "
         "and 348 us. FP8 takes 371 us"),
-    ConfigRow({"cache": ("fp4", "packed")}, DecodeTile(32, _options(1, 5, 168), 12, whole_waves=True),
+    ConfigRow({"cache": ("fp4", "packed")}, DecodeTile(32, _options(1, 5, 168), 12),
         "FP4 is bound by the instructions that unpack it, and more warps hide their latency. H100, B64 "
         "ctx8192 page 16, least time over 32 and 64 keys and 2 to 5 stages: 244 us with 8 warps, 226 us "
         "with 12 (FP8: 371 us). A scale per 32 channels takes registers that this does not leave: 598 us "

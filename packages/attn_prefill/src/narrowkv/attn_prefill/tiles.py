@@ -361,7 +361,7 @@ def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str) ->
         few_keys = shape.head_dim > 128 or target.is_wave32
         block_n = 16 if few_keys or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
         # On gfx1250 four waves of 32 lanes spill scalars in appends. Of heads wider than 256 up to 20 vector
-        # registers spill over 4-bit and bf16 caches, unless LLVM takes this strategy: then 182 to 245 are used.
+        # registers spill over 4-bit and bf16 caches without LLVM's strategy, with which 182 to 245 are used.
         options = LaunchOptions(
             num_warps=8 if few_keys else 4,
             num_stages=1,

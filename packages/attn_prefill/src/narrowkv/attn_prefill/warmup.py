@@ -128,7 +128,7 @@ class _ModelCalls:
             for batch in range(1, max_batch + 1):
                 config = plan.config_for(batch)
                 # A kernel depends on the number of splits only in whether each sequence has exactly one.
-                kind = replace(config, num_items=0, tiles_per_split=0), config.num_items == batch
+                kind = replace(config, num_items=0, tiles_per_split=0, slots=0), config.num_items == batch
                 if kind not in seen:
                     seen.add(kind)
                     q = self.queries(batch * q_len)

@@ -72,11 +72,20 @@ def terms_of_rows(q, io, kv_head, SIZES: tl.constexpr, K: tl.constexpr, RULES: t
 
 # Values that serving changes from step to step: the kernel is not compiled again for them.
 @triton.jit(
-    do_not_specialize=["row", "num_ids", "max_pages", "batch", "most_splits", "tiles_per_split", "merge"],
+    do_not_specialize=[
+        "row",
+        "num_ids",
+        "max_pages",
+        "batch",
+        "most_splits",
+        "tiles_per_split",
+        "slots",
+        "merge",
+    ],
     do_not_specialize_on_alignment=["page_ids", "lens"],
 )
 def _paged_decode_kernel(
-    page_ids, lens, row, num_ids, max_pages, batch, most_splits, tiles_per_split, steps,
+    page_ids, lens, row, num_ids, max_pages, batch, most_splits, tiles_per_split, steps, slots,
     io, k, v, k_descale, v_descale, workspace, qk_scale, out_scale, soft_cap, merge,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -88,6 +97,7 @@ def _paged_decode_kernel(
         most_splits: with an even share the most splits of all sequences together, else those of a sequence,
             for each KV head and row block. Programs run fastest over those heads.
         tiles_per_split: key tiles of a split where the sequence alone decides on its splits; None for 1.
+        slots: with an even share the programs that run at once, for each KV head and row block.
         io: `Rows`. k, v: `KVPointers`. k_descale, v_descale: `Descale`. workspace: `Workspace`.
         qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
         merge: whether the last split to arrive merges, instead of a second kernel.
@@ -111,8 +121,8 @@ def _paged_decode_kernel(
     item = program // HEAD_PROGRAMS
     if RULES.even:
         seq, first_item, num_splits = even_split(
-            table, io.ranges, batch, most_splits, item, True, SIZES.q_len, RULES.window_left, SIZES.page_size,
-            SIZES.ragged, BLOCKS.n,
+            table, io.ranges, batch, most_splits, slots, item, True, SIZES.q_len, RULES.window_left,
+            SIZES.page_size, SIZES.ragged, BLOCKS.n,
         )  # fmt: skip
         if num_splits == 0:
             return

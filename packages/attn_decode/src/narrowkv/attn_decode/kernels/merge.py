@@ -15,11 +15,11 @@ _WEIGHT = tl.constexpr(2.0**-16)  # the largest weight of a state in sums
 
 
 @triton.jit(
-    do_not_specialize=["row", "num_ids", "max_pages", "batch", "most_splits", "tiles_per_split"],
+    do_not_specialize=["row", "num_ids", "max_pages", "batch", "most_splits", "tiles_per_split", "slots"],
     do_not_specialize_on_alignment=["page_ids", "lens"],
 )
 def _merge_splits_kernel(
-    page_ids, lens, row, num_ids, max_pages, batch, most_splits, tiles_per_split, steps,
+    page_ids, lens, row, num_ids, max_pages, batch, most_splits, tiles_per_split, steps, slots,
     workspace, io, v_descale, out_scale,
     SIZES: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -36,8 +36,8 @@ def _merge_splits_kernel(
     row_of_head = tl.program_id(0) % ROWS
     if RULES.even:
         _, first_item, num_splits = even_split(
-            table, io.ranges, batch, most_splits, seq, False, SIZES.q_len, RULES.window_left, SIZES.page_size,
-            SIZES.ragged, BLOCKS.n,
+            table, io.ranges, batch, most_splits, slots, seq, False, SIZES.q_len, RULES.window_left,
+            SIZES.page_size, SIZES.ragged, BLOCKS.n,
         )  # fmt: skip
     else:
         kv_len = sequence_length(table, seq, seq < batch, SIZES.page_size, SIZES.ragged)

@@ -200,30 +200,77 @@ def tiles_of_some(
     return seqs, tiles
 
 
+# Sizes of a split that a program compares.
+_CANDIDATES = tl.constexpr(16)
+# What a program's start and its partial result take, in times of a key tile.
+_START = tl.constexpr(3.0)
+
+
+@triton.jit
+def splits_in(tiles, per_tile):
+    """Splits of sequences with so many key tiles, at least one; per_tile: one over a split's tiles.
+
+    The margin makes up for the rounding of `per_tile`: exact multiples get no split more.
+    """
+    return tl.maximum(tl.ceil(tiles.to(tl.float32) * per_tile - 0.001), 1.0).to(tl.int32)
+
+
+@triton.jit
+def split_size(
+    table, ranges, batch, num_items, slots, total, longest, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of key tiles of a split that divide the longest sequence evenly, those with which splits end first.
+
+    They make at most `num_items` splits, which are not fewer than the batch, and run in waves of `slots`.
+    """
+    most = tl.cdiv(longest, tl.maximum(tl.cdiv(total, num_items), 1))
+    sizes = tl.cdiv(longest, 1 + tl.arange(0, _CANDIDATES) * (most - 1) // (_CANDIDATES - 1))
+    per_tile = 1.0 / sizes.to(tl.float32)
+    items = tl.zeros([_CANDIDATES], tl.int32)
+    for first in range(0, batch, _SEQUENCES):
+        seqs, tiles = tiles_of_some(
+            table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
+        )
+        splits = splits_in(tiles[None, :], per_tile[:, None])  # [_CANDIDATES, _SEQUENCES]
+        items += tl.sum(tl.where((seqs < batch)[None, :], splits, 0), 1)
+    cost = tl.cdiv(items, slots).to(tl.float32) * (sizes.to(tl.float32) + _START)
+    cost = tl.where(items <= num_items, cost, float("inf"))
+    return tl.min(tl.where(cost == tl.min(cost, 0), sizes, longest), 0)
+
+
 @triton.jit
 def even_split(
-    table, ranges, batch, num_items, wanted, BY_ITEM: tl.constexpr,
+    table, ranges, batch, num_items, slots, wanted, BY_ITEM: tl.constexpr,
     Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sequence of an item, or the `wanted` sequence itself: its first item and its number of splits.
 
-    Sequences are cut in splits of at most `size` tiles, and sum(ceil(t / size)) <= total / size + batch, so
-    size = total / (num_items - batch) never needs more items than there are. Every program computes this
-    alike. An item past the last one has no splits.
+    Sequences are cut in splits of at most `size` tiles: `split_size`, or without `slots` a size that never
+    needs more items than there are, since sum(ceil(t / size)) <= total / size + batch. Every program computes
+    this alike. An item past the last one has no splits.
     """
-    total = batch * 0
+    total, longest = batch * 0, batch * 0
     for first in range(0, batch, _SEQUENCES):
         _, tiles = tiles_of_some(table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N)
         total += tl.sum(tiles, 0)
-    size = tl.maximum(tl.cdiv(total, tl.maximum(num_items - batch, 1)), 1)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+    if slots is None:
+        size = tl.maximum(tl.cdiv(total, tl.maximum(num_items - batch, 1)), 1)
+    else:
+        size = split_size(
+            table, ranges, batch, num_items, slots, total, tl.maximum(longest, 1), Q_LEN, WINDOW_LEFT,
+            PAGE_SIZE, RAGGED, BLOCK_N,
+        )  # fmt: skip
+    per_tile = 1.0 / size.to(tl.float32)
     seq, first_item, num_splits, items_before = batch * 0, batch * 0, batch * 0, batch * 0
     for first in range(0, batch, _SEQUENCES):
         seqs, tiles = tiles_of_some(
             table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
         )
         # A sequence with no keys still gets one item, which writes its zeros.
-        splits = tl.where(seqs < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+        splits = tl.where(seqs < batch, splits_in(tiles, per_tile), 0)
         ends = items_before + tl.cumsum(splits, 0)
         if BY_ITEM:
             own = (ends > wanted) & (ends - splits <= wanted)
