@@ -183,11 +183,13 @@ def _wide_head_tile(
     the latency instead. Model, 8 rows over 2k keys of 512 channels, TB/s of a full chip, gfx942 and gfx950:
     FP8 with one wave 2.4 and 3.6, a tile ahead 4.6 and 5.5, two waves a tile ahead 3.6 and 5.2, four waves
     of 32 keys 1.4 and 3.6; bf16 with two waves a tile ahead 5.1 and 7.2, with one it spills, as do FP8
-    beside the masks of 320 channels and FNUZ on gfx950. 32 rows of bf16 spill with two waves on gfx942.
+    beside the masks of 320 channels and FNUZ on gfx950. 32 rows of bf16 spill with two waves on gfx942,
+    as do 16 rows of 576 channels beside masks.
     """
     alike = block_m == 16 and q_len == 1
     fp8 = {k_format, v_format} <= {"fp8_e4m3fn", "fp8_e5m2"}
-    warps = 4 if block_m == 32 else 1 if alike and fp8 and head_dim == 512 else 2
+    many = block_m == 32 or (head_dim > 512 and q_len > 1)
+    warps = 4 if many else 1 if alike and fp8 and head_dim == 512 else 2
     options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16)
     return 16, options, "tile" if alike else ""
 
