@@ -132,8 +132,8 @@ def dense_config(
         block_m, block_n, options = min(block_m, 32), 32, LaunchOptions(num_warps=8, num_stages=2)
     resident = 2
     if target.name == "sm90" and block_m == 64 and 128 < shape.head_dim <= WIDE_HEAD and shape.v_dim <= 128:
-        # H200, 192 and 128 channels, 16/16 heads, 2k over 4k, bf16 and FP8: 128 rows 434 and 420 us, 64 rows of
-        # 4 warps with one stage 484 and 458, with two 577 and 560, of 8 warps 795 and 769.
+        # H200, 192 and 128 channels, 16/16 heads, 2k over 4k, bf16 and FP8: 128 rows 434 and 420 us, 64 rows
+        # of 4 warps with one stage 484 and 458, with two 577 and 560, of 8 warps 795 and 769.
         options = LaunchOptions(num_warps=4, num_stages=1)
         if shape.row_tiles(128) * shape.num_kv_heads >= compute_units_of(target):
             block_m, options, resident = 128, LaunchOptions(num_warps=8, num_stages=2), 1
