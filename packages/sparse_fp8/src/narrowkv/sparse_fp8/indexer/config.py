@@ -62,7 +62,9 @@ def choose_logits_config(
     """
     native = query == keys.format and widen_route(target, query) == NATIVE
     route = NATIVE if native else BF16 if keys.format == FP4 else BITS
-    if route == BF16 and target.name == "sm90" and widen_route(target, query) == NATIVE:
+    # Each of the two products sums over half the channels, and one of FP8 over 32 or more.
+    fp8 = target.name == "sm90" and widen_route(target, query) == NATIVE
+    if route == BF16 and fp8 and keys.head_dim >= 64:
         route = TABLE
     # The product of a tile of keys with one token's heads is in registers, and the queries of all tokens.
     most = 2 if num_heads <= 64 and keys.head_dim <= 128 and keys.format != FP4 else 1
