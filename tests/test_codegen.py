@@ -104,6 +104,7 @@ def kernels() -> Iterator[tuple[DecodeCase, str]]:
             yield shape(fmt, gqa_ratio=ratio), target
         for fmt, changes in product(("bf16", "fp8_e4m3fn"), ({}, {"gqa_ratio": 17}, {"q_len": 8})):
             yield shape(fmt, head_dim=192, v_head_dim=128, **changes), target
+            yield shape(fmt, head_dim=576, v_head_dim=512, **changes), target
         for fmt, changes in product(("fp4_e2m1", K8V4), SIZES + SCALES):
             yield shape(fmt, kernel="decode", **changes), target
         for integers, changes in product(INTEGERS, [*SIZES, {"q_len": 4}]):
@@ -288,9 +289,12 @@ def test_append_neither_spills_nor_uses_scratch(
 
 @both_targets
 @pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("widths", [(192, 128), (576, 512)])
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn"])
-def test_append_of_a_narrower_v_neither_spills_nor_uses_scratch(fmt: str, target: str) -> None:
-    _append(target, PagedKVCache.empty(4, 16, 8, 192, v_head_dim=128, format=fmt))
+def test_append_of_a_narrower_v_neither_spills_nor_uses_scratch(
+    fmt: str, widths: tuple[int, int], target: str
+) -> None:
+    _append(target, PagedKVCache.empty(4, 16, 8, widths[0], v_head_dim=widths[1], format=fmt))
 
 
 @both_targets

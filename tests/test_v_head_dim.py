@@ -19,6 +19,7 @@ from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.checking import check
 
 WIDTHS: dict[str, Any] = {"head_dim": 192, "v_head_dim": 128}
+LATENT: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512}
 FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz")
 SPLITS: dict[str, Any] = {"num_splits": 3, "lens": (20, 5, 200)}
 OPTIONS: dict[str, Any] = {"window_left": 12, "sinks": True, "logits_soft_cap": 3.0}
@@ -34,6 +35,7 @@ def decodes() -> list[DecodeCase]:
         {"q_len": 4, "tree": "random", "split": "even"}, {"q_len": 30, "gqa_ratio": 4, "sinks": True},
         {"window_left": 40, "sinks": True, "logits_soft_cap": 5.0, "ragged": True},
         {"q_dtype": torch.float8_e4m3fn}, {"head_dim": 96, "v_head_dim": 80},
+        *({"format": name, **LATENT} for name in ("bf16", "fp8_e4m3fn")), {"q_len": 4, **LATENT},
     ]  # fmt: skip
     return [replace(base, **change) for change in changes]
 
@@ -65,7 +67,7 @@ def test_attention_agrees_with_the_reference(case: Any) -> None:
 @pytest.mark.sampled(always=[{"head_dim": 96, "fmt": "fp8_e4m3fn", "layout": "NHD"}], most=5)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("layout", ["NHD", "HND", "concat", "vectorised"])
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(192, 128), (96, 80)])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(192, 128), (96, 80), (576, 512)])
 def test_append_stores_what_the_reference_stores(
     head_dim: int, v_head_dim: int, layout: str, fmt: str
 ) -> None:
@@ -122,6 +124,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a wider V": (_empty(128, 192), "v_head_dim must be head_dim, or less"),
     "a wider V of an engine": (_of_tensors(_K, torch.zeros(4, 16, 2, 192).bfloat16()), "or less and one of"),
     "a V that no kernel has": (_empty(128, 72), "got v_head_dim 72 with head_dim 128"),
+    "K of 576 channels with as wide a V": (_empty(576, 576), "got v_head_dim 576 with head_dim 576"),
     "no channels": (_empty(128, 0), "v_head_dim"),
     "FP4": (_empty(192, 128, "fp4_e2m1"), "both in 16 bits or FP8, got v_head_dim 128"),
     "INT8": (_empty(192, 128, "int8"), "both in 16 bits or FP8"),
@@ -152,6 +155,12 @@ def test_tensors_of_the_wrong_width_are_refused() -> None:
     for plan in (plan_decode(q, cache, table), plan_prefill(q, cache, table, torch.arange(4).int())):
         with pytest.raises(ValueError, match="v_head_dim, page_size"):
             plan.kernels(one_width)
+
+
+def test_prefill_refuses_the_width_that_only_decode_has() -> None:
+    inputs = DecodeCase.small(**LATENT).inputs()
+    with pytest.raises(ValueError, match=r"q must have head_dim in \(64, .*512\), got 576"):
+        plan_prefill(inputs.q, inputs.cache, inputs.table, torch.arange(4).int())
 
 
 def test_shapes_say_their_width_and_forget_it_when_it_is_that_of_k() -> None:
@@ -186,6 +195,7 @@ def _on_hopper() -> list[Any]:
     appended = replace(chunk, operation="append")
     cases = [
         decode, replace(decode, q_len=2), replace(decode, gqa_ratio=1),
+        replace(decode, **LATENT), replace(decode, q_len=4, **LATENT),
         *(replace(chunk, kernel=kernel) for kernel in ("dense", "fused", "split")),
         *(replace(appended, kernel=kernel) for kernel in ("append_then_attend", "fused", "split")),
     ]  # fmt: skip

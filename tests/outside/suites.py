@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowkv.paged_cache.layouts import HEAD_DIMS
-
 __all__ = ["FETCH", "SUITES", "LeftOut", "Suite"]
 
 FETCH = """\
@@ -176,12 +174,6 @@ SUITES: tuple[Suite, ...] = (
         "vllm/tests/kernels/attention/test_triton_decode_attention.py",
         "vllm_names",
         {"B": most(2), "L": lambda length: length - 960, "CACHE_SIZE": most(1024)},
-        left_out=(
-            LeftOut(
-                ("test_decode_attention*",), "K of 576 channels, or a V wider than K",
-                lambda values: values.get("D_QK", 0) not in HEAD_DIMS or values["D_V"] > values["D_QK"],
-            ),
-        ),
     ),
     *(
         Suite(

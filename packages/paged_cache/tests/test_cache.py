@@ -155,7 +155,7 @@ REFUSALS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
     ("a descale that requires grad", _empty(k_descale=torch.ones(1, requires_grad=True)), ValueError,
      "k_descale must not require grad"),
     ("a head_dim of an own cache", _empty(100), UnsupportedError,
-     "head_dim must be one of 64, .* 512, which attention kernels serve, got 100"),
+     "head_dim must be one of 64, .* 576, which attention kernels serve, got 100"),
     ("a head_dim of storage", _made(k=_fp8(2, 4, 1, 72)), UnsupportedError, "got 72"),
     ("no heads", _made(k=_fp8(2, 4, 0, 64)), ValueError, "num_kv_heads must be at least 1, got 0"),
     ("unknown layout", _empty(layout="DHN"), ValueError, "layout"),

@@ -16,6 +16,7 @@ from stand_ins.modules import add_module
 from narrowkv.attn_decode import paged_decode
 from narrowkv.engines.aiter import unified_attention as aiter_unified_attention
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.sparse_fp8 import latent_decode
 
 __all__ = ["install"]
 
@@ -53,9 +54,24 @@ def decode_attention_fwd(
     sm_scale: float, page_size: int = 1, logit_cap: float = 0.0, k_scale: Any = None, v_scale: Any = None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """vLLM's decode over one token a page, or pages of tokens."""
+    """vLLM's decode over one token a page, or pages of tokens.
+
+    A V wider than K is attended to in parts as wide as K, or of 512 channels.
+    """
+    is_mla = options.pop("is_mla", False)
     assert not any(options.values()), options
+    if is_mla:
+        _latent_decode(q, k_buffer, o, lse, req_to_token, b_seq_len, sm_scale, page_size)
+        return
     fp8 = k_buffer.element_size() == 1
+    width = min(k_buffer.shape[-1], 512)
+    if v_buffer.shape[-1] > width:
+        for part, out in zip(v_buffer.split(width, -1), o.split(width, -1), strict=True):
+            decode_attention_fwd(
+                q, k_buffer, part, out, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale,
+                page_size, logit_cap, k_scale, v_scale,
+            )  # fmt: skip
+        return
     descales = {"k_descale": k_scale.view(1), "v_descale": v_scale.view(1)} if fp8 else {}
     cache = PagedKVCache.from_tensors(
         k_buffer, v_buffer, layout="tokens" if k_buffer.dim() == 3 else "NHD",
@@ -67,6 +83,23 @@ def decode_attention_fwd(
     _, sums = paged_decode(
         q, cache, table, sm_scale=sm_scale, logits_soft_cap=logit_cap, out=o, return_lse=True
     )
+    lse.copy_(sums)
+
+
+def _latent_decode(
+    q: torch.Tensor, rows: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, req_to_page: torch.Tensor,
+    b_seq_len: torch.Tensor, sm_scale: float, page_size: int,
+) -> None:  # fmt: skip
+    """Decode where V is the first 512 columns of K; between two pages of rows may lie other layers' pages."""
+    pages = rows.shape[0]
+    step, rest = divmod(rows.stride(0), page_size * rows.shape[-1])
+    assert rest == 0
+    between = rows.as_strided((step * (pages - 1) + 1, page_size, rows.shape[-1]), (
+        rows.stride(0) // step, rows.stride(1), 1
+    ))  # fmt: skip
+    ids = req_to_page.reshape(q.shape[0], -1).to(torch.int32) * step
+    table = PageTable.from_block_table(ids, b_seq_len.to(torch.int32), page_size=page_size)
+    _, sums = latent_decode(q, between, table, sm_scale=sm_scale, out=o, return_lse=True)
     lse.copy_(sums)
 
 

@@ -7,7 +7,7 @@ import torch
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_table
-from narrowkv.paged_cache.layouts import HEAD_DIMS
+from narrowkv.paged_cache.layouts import DECODE_HEAD_DIMS
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import (
@@ -118,8 +118,8 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
 
 def check_decode_shape(shape: DecodeShape) -> None:
     """Refuses heads and head dimensions that no kernel takes."""
-    if shape.head_dim not in HEAD_DIMS:
-        raise ValueError(f"q must have head_dim in {HEAD_DIMS}, got {shape.head_dim}")
+    if shape.head_dim not in DECODE_HEAD_DIMS:
+        raise ValueError(f"q must have head_dim in {DECODE_HEAD_DIMS}, got {shape.head_dim}")
     if shape.num_qo_heads < 1 or shape.num_qo_heads % shape.num_kv_heads:
         raise ValueError(
             f"q must have a positive multiple of the cache's {shape.num_kv_heads} KV heads, "

@@ -203,7 +203,7 @@ def rows_of_tile(target: Target, rows: int, *, fast: bool, head_dim: int) -> int
         head_dim: channels of a head.
     """
     if head_dim > 256 and target.name != "cpu":
-        return 16 if rows <= 16 or not target.is_amd else 32
+        return 16 if rows <= 16 or not target.is_amd or head_dim > 512 else 32
     if rows <= 64:
         return max(16, 1 << (rows - 1).bit_length())
     if target.is_amd:

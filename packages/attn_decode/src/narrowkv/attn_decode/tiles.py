@@ -282,6 +282,8 @@ _WIDE_MASKED = {"target": "gfx942", "head_dim": range(257, _MANY), "q_len": _SEV
 CDNA_ROWS = (
     ConfigRow({"head_dim": range(257, _MANY), "block_m": 32}, DecodeTile(16, _amd(4)),
         "32 rows of bf16 spill with two waves on gfx942"),
+    ConfigRow({"head_dim": range(513, _MANY), "q_len": _SEVERAL}, DecodeTile(16, _amd(4)),
+        "16 rows of 576 channels beside masks spill with two waves on gfx942"),
     ConfigRow({"head_dim": 512, "k": _OCP_FP8, "v": _OCP_FP8, "q_len": 1},
         DecodeTile(16, _amd(1), prefetch="tile"),
         _WIDE_AHEAD + "FP8 with one wave 2.4 and 3.6, a tile ahead 4.6 and 5.5, two waves a tile ahead 3.6 "

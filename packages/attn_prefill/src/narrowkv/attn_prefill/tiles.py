@@ -27,11 +27,15 @@ _LARGE_HEAD, _WIDER = range(129, 1 << 30), range(WIDE_HEAD + 1, 1 << 30)
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Keys of a tile, compiler options, and rows where the hardware takes no others than these."""
+    """Keys of a tile, compiler options, and rows where the hardware takes no others than these.
+
+    resident: programs of attention over widened keys that a compute unit holds.
+    """
 
     block_n: int
     options: LaunchOptions
     block_m: int = 0
+    resident: int = 2
 
 
 def _options(num_warps: int, num_stages: int, maxnreg: int | None = None, **others: Any) -> LaunchOptions:
@@ -47,9 +51,20 @@ _WIDE_IN_PAGES = (
     "limit the compiler stops at 128 registers for some, and spills"
 )
 
-# Attention over widened keys on NVIDIA. Facts of this table and the next two: vendor, block_m, head_dim,
-# v_narrow (V has fewer channels than K).
+_K192_V128 = {
+    "target": "sm90", "head_dim": range(129, WIDE_HEAD + 1), "v_dim": range(129), "block_m": 64,
+}  # fmt: skip
+_OF_K192_V128 = (
+    "H200, 192 and 128 channels, 16/16 heads, 2k over 4k, bf16 and FP8: 128 rows 434 and 420 us, 64 rows of "
+    "4 warps with one stage 484 and 458, with two 577 and 560, of 8 warps 795 and 769"
+)
+
+# Attention over widened keys on NVIDIA. Facts of this table and the next two: target, vendor, block_m,
+# head_dim, v_dim, v_narrow (V has fewer channels than K), fills (tiles of 128 rows fill the GPU).
 DENSE_ROWS = (
+    ConfigRow({**_K192_V128, "fills": True}, PrefillTile(64, _options(8, 2), block_m=128, resident=1),
+        _OF_K192_V128),
+    ConfigRow(_K192_V128, PrefillTile(64, _options(4, 1)), _OF_K192_V128),
     ConfigRow({"head_dim": _WIDER, "block_m": 16}, PrefillTile(32, _options(8, 2))),
     ConfigRow({"head_dim": _WIDER}, PrefillTile(32, _options(8, 2), block_m=32)),
     ConfigRow({"head_dim": _LARGE_HEAD, "block_m": (64, 128)}, PrefillTile(64, _options(8, 2)),
@@ -135,8 +150,9 @@ CDNA_DENSE_ROWS = (
 def _tile_facts(target: Target, shape: PrefillShape, block_m: int) -> dict[str, Any]:
     """What the tables for NVIDIA and a CPU name of a call."""
     return {
-        "vendor": target.vendor, "block_m": block_m, "head_dim": shape.head_dim,
-        "v_narrow": shape.v_head_dim > 0,
+        "target": target.name, "vendor": target.vendor, "block_m": block_m, "head_dim": shape.head_dim,
+        "v_dim": shape.v_dim, "v_narrow": shape.v_head_dim > 0,
+        "fills": shape.row_tiles(128) * shape.num_kv_heads >= compute_units_of(target),
     }  # fmt: skip
 
 
@@ -237,7 +253,7 @@ def dense_config(target: Target, shape: PrefillShape, block_m: int, why: str, pl
     tile = choice_for(DENSE_ROWS, _tile_facts(target, shape, block_m))
     block_m, block_n = tile.block_m or block_m, tile.block_n
     splits = choose_splits(
-        target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n)
+        target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n), tile.resident
     )
     # The extra round costs a tile. H200, base and overlapped: 1k over 0 78 and 86 us, 1k over 4k 444 and 443,
     # 128 over 32k in 4 splits 469 and 439.

@@ -13,6 +13,8 @@ from narrowkv.runtime.errors import UnsupportedError
 LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised")
 # Head dimensions that attention kernels support.
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 320, 512)
+# Those of decode: K of 576 channels, as latent attention has them, beside a V of fewer.
+DECODE_HEAD_DIMS = (*HEAD_DIMS, 576)
 
 
 def check_head_dim(head_dim: int) -> None:
@@ -21,10 +23,10 @@ def check_head_dim(head_dim: int) -> None:
     Raises:
         UnsupportedError: the message lists those that are supported.
     """
-    if head_dim not in HEAD_DIMS:
+    if head_dim not in DECODE_HEAD_DIMS:
+        served = ", ".join(map(str, DECODE_HEAD_DIMS))
         raise UnsupportedError(
-            f"head_dim must be one of {', '.join(map(str, HEAD_DIMS))}, which attention kernels serve, "
-            f"got {head_dim}"
+            f"head_dim must be one of {served}, which attention kernels serve, got {head_dim}"
         )
 
 
@@ -35,7 +37,7 @@ def check_head_dims(head_dim: int, v_head_dim: int, format: CacheFormat) -> None
         UnsupportedError: what is supported.
     """
     check_head_dim(head_dim)
-    if v_head_dim == head_dim:
+    if v_head_dim == head_dim != 576:
         return
     if v_head_dim not in HEAD_DIMS or v_head_dim > head_dim:
         raise UnsupportedError(

@@ -9,9 +9,10 @@ from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target, least_columns
 from narrowkv.sparse_fp8.indexer.keys import FP4, IndexKeysFormat
 
-__all__ = ["BF16", "LogitsConfig", "choose_logits_config", "columns_of_program"]
+__all__ = ["BF16", "TABLE", "LogitsConfig", "choose_logits_config", "columns_of_program"]
 
 BF16 = "bf16"
+TABLE = "table"
 _PROGRAMS_PER_UNIT = 16
 _MOST_COLUMNS = 2048  # of a program
 
@@ -24,7 +25,8 @@ class LogitsConfig:
         block_n: keys of a tile.
         block_h: heads of a product, padded.
         block_t: tokens of a program.
-        route: "native" or "bits" (see `narrowkv.quant.device`), or "bf16", to which FP4 is widened.
+        route: "native" or "bits" (see `narrowkv.quant.device`), or for FP4 keys "bf16", to which they are
+            widened, or "table", by which they become E4M3.
         options: compiler options.
     """
 
@@ -36,9 +38,10 @@ class LogitsConfig:
 
     def explain(self) -> str:
         """The configuration in words."""
-        products = {NATIVE: "FP8 products", BITS: "products of float16", BF16: "products of bfloat16"}[
-            self.route
-        ]
+        products = {
+            NATIVE: "FP8 products", BITS: "products of float16", BF16: "products of bfloat16",
+            TABLE: "FP8 products of FP4 keys by a table",
+        }[self.route]  # fmt: skip
         return (
             f"{products}, tiles of {self.block_n} keys, {self.block_t} tokens a program, "
             f"{self.options.num_warps} warps, {self.options.num_stages} stages"
@@ -59,8 +62,12 @@ def choose_logits_config(
     """
     native = query == keys.format and widen_route(target, query) == NATIVE
     route = NATIVE if native else BF16 if keys.format == FP4 else BITS
+    # Each of the two products sums over half the channels, and one of FP8 over 32 or more.
+    fp8 = target.name == "sm90" and widen_route(target, query) == NATIVE
+    if route == BF16 and fp8 and keys.head_dim >= 64:
+        route = TABLE
     # The product of a tile of keys with one token's heads is in registers, and the queries of all tokens.
-    most = 2 if num_heads <= 64 and keys.head_dim <= 128 and route != BF16 else 1
+    most = 2 if num_heads <= 64 and keys.head_dim <= 128 and keys.format != FP4 else 1
     block_t = max(each for each in range(1, most + 1) if q_len % each == 0)
     block_n, options = 64, LaunchOptions()
     if target.is_amd:
@@ -69,10 +76,12 @@ def choose_logits_config(
         options = LaunchOptions(num_warps=4, num_stages=2, matrix_instr_nonkdim=16)
     elif target.is_nvidia:
         # Widened keys take twice the registers. H200, B64 over 65,536 keys, FP8 products of 64 heads: 64 keys
-        # 168 us, 128 keys 190 us, 256 keys 215 us.
+        # 168 us, 128 keys 190 us, 256 keys 215 us. FP4 keys, beside 300 us for
+        # FP8 ones that day: by the table with 128 keys and 4 warps 397 us, 8 warps 463 us, 64 keys 447 us; in
+        # bfloat16 with 64 keys and 4 warps 551 us, 128 and 8 728 us.
         block_t = block_t if native else 1
-        block_n = 64 if native and block_t == 1 else 128
-        options = LaunchOptions(num_warps=4 if native else 8, num_stages=3)
+        block_n = 64 if block_t == 1 and route in (NATIVE, BF16) else 128
+        options = LaunchOptions(num_warps=8 if route == BITS else 4, num_stages=3)
     block_h = max(16, least_columns(target, block_n), 1 << (num_heads - 1).bit_length())
     return LogitsConfig(block_n, block_h, block_t, route, options)
 

@@ -28,8 +28,9 @@ from narrowkv.runtime.launch import BoundLaunch, active_target
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.operation import Plan, signature_of
 from narrowkv.runtime.targets import Target
-from narrowkv.sparse_fp8.indexer.config import LogitsConfig, choose_logits_config, columns_of_program
+from narrowkv.sparse_fp8.indexer.config import TABLE, LogitsConfig, choose_logits_config, columns_of_program
 from narrowkv.sparse_fp8.indexer.kernels.logits import (
+    TABLE_EXPONENT,
     Bounds,
     IndexQueries,
     KeyPages,
@@ -89,8 +90,11 @@ class IndexLogitsPlan(Plan):
     def _kernel(self) -> BoundLaunch:
         """The kernel, bound by the first call."""
         config, keys = self.config, self.keys
-        route = NATIVE if config.route == NATIVE else BITS
-        exponent = sum(widening_exponent(each, route) for each in (self.query, keys.format))
+        if config.route == TABLE:
+            exponent = TABLE_EXPONENT
+        else:
+            route = NATIVE if config.route == NATIVE else BITS
+            exponent = sum(widening_exponent(each, route) for each in (self.query, keys.format))
         spec = LogitsSpec(
             HEADS=self.num_heads,
             BLOCK_H=config.block_h,

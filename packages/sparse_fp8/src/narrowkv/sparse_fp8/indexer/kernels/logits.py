@@ -7,6 +7,8 @@ import triton.language as tl
 
 from narrowkv.quant.device import e8m0_to_fp32, widen, widen_parts
 
+# The power of two that keys of `fp4_as_e4m3` are still to be multiplied by, beside their largest scale.
+TABLE_EXPONENT = -6
 # Arguments that change from call to call in serving.
 SIZES = ["num_tokens", "num_columns", "num_pages", "max_pages", "run"]
 
@@ -56,7 +58,8 @@ class LogitsSpec(NamedTuple):
     tile. CLEAN: whether columns outside a token's keys become -inf.
     SHUFFLED: keys, and bytes of a key, of a tile of a page; 0 for rows. INT64: offsets take 64 bits.
     Q_FORMAT, K_FORMAT: of the values. ROUTE: "native" multiplies FP8; "bits" widens both sides to float16;
-    "bf16" widens both sides to bfloat16, for FP4 keys, and multiplies even and odd channels by two products.
+    "bf16" widens both sides to bfloat16, for FP4 keys, and multiplies even and odd channels by two products;
+    "table" makes FP4 keys E4M3, on Hopper, and multiplies them in two products of channels by fours.
     Products of widened numbers are still to be multiplied by 2**EXPONENT.
     """
 
@@ -150,7 +153,9 @@ def load_query(queries, token, num_tokens, d, SPEC: tl.constexpr):
     places = queries.q + at * queries.stride_t + h[None, :] * queries.stride_h + d[:, None]
     q = tl.load(places, mask=mask[None, :], other=0.0 if SPEC.ROUTE == "native" else 0)
     weights = tl.load(queries.weights + at * queries.stride_wt + h * queries.stride_wh, mask=mask, other=0.0)
-    if SPEC.ROUTE != "native":
+    if SPEC.ROUTE == "table":
+        q = q.to(tl.float8e4nv, bitcast=True)
+    elif SPEC.ROUTE != "native":
         q = widen(q, SPEC.Q_FORMAT, "bits", tl.float16, False)
     if SPEC.ROUTE == "bf16":
         q = q.to(tl.bfloat16)
@@ -169,12 +174,69 @@ def load_fp8(keys, value_at, scale_at, live, d, SPEC: tl.constexpr):
 
 @triton.jit
 def load_fp4(keys, value_at, scale_at, live, HEAD_DIM: tl.constexpr):
-    """FP4 keys in bfloat16, times their scales: even and odd channels, `[N, HEAD_DIM / 2]` each."""
-    GROUPS: tl.constexpr = HEAD_DIM // 32
+    """FP4 keys as stored `[N, HEAD_DIM / 2]`, and the E8M0 bytes of their scales `[N, HEAD_DIM / 32]`."""
     b = tl.arange(0, HEAD_DIM // 2)
     x = tl.load(keys.data + value_at[:, None] + b[None, :], mask=live[:, None], other=0)
-    g = tl.arange(0, GROUPS)
-    scale = e8m0_to_fp32(tl.load(keys.scale + scale_at[:, None] + g[None, :], mask=live[:, None], other=127))
+    g = tl.arange(0, HEAD_DIM // 32)
+    return x, tl.load(keys.scale + scale_at[:, None] + g[None, :], mask=live[:, None], other=127)
+
+
+@triton.jit
+def fp4_as_e4m3(x, scales):
+    """FP4 keys as E4M3 for NVIDIA, still to be multiplied by their largest scale and 2**TABLE_EXPONENT.
+
+    A group of channels is multiplied by its scale over the key's largest; one of less than 2**-11 of that is
+    zero, as such a product is beside others in Hopper's sums. `prmt` looks four codes up at once in a table
+    of the magnitudes, whose exponents are the group's, and then the four signs.
+
+    Returns:
+        `[N, HEAD_DIM / 2]` twice: of eight channels those of the lower four, and of the upper four; and the
+        keys' largest scale `[N]`, 0 for one with a NaN among its scales, whose products count as 0.
+    """
+    GROUPS: tl.constexpr = scales.shape[1]
+    scales = scales.to(tl.int32)
+    top = tl.max(scales, 1)
+    steps = tl.maximum(scales - top[:, None] + 11, -1) * 0x08080808
+    steps = tl.broadcast_to(steps[:, :, None], [x.shape[0], GROUPS, x.shape[1] // GROUPS])
+    low, high = tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred none;
+            .reg .b32 small, large, code, sign, t, u;
+            setp.lt.s32 none, $3, 0;
+            and.b32 small, $3, 0xFFFFFF00;
+            add.u32 small, small, 0x14100800;
+            selp.b32 small, 0, small, none;
+            add.u32 large, $3, 0x24201C18;
+            selp.b32 large, 0, large, none;
+            and.b32 code, $2, 0x77777777;
+            shr.u32 sign, $2, 3;
+            and.b32 sign, sign, 0x11111111;
+            prmt.b32 t, small, large, code;
+            prmt.b32 u, 0x8000, 0, sign;
+            shr.u32 code, code, 16;
+            shr.u32 sign, sign, 16;
+            or.b32 $0, t, u;
+            prmt.b32 t, small, large, code;
+            prmt.b32 u, 0x8000, 0, sign;
+            or.b32 $1, t, u;
+        }
+        """,
+        "=&r,=r,r,r,r,r,r",
+        [x, tl.reshape(steps, x.shape)],
+        dtype=(tl.uint8, tl.uint8),
+        is_pure=True,
+        pack=4,
+    )
+    largest = tl.where(top == 255, 0.0, e8m0_to_fp32(top.to(tl.uint8)))
+    return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True), largest
+
+
+@triton.jit
+def fp4_as_bf16(x, scales):
+    """FP4 keys in bfloat16, times their scales: even and odd channels, `[N, HEAD_DIM / 2]` each."""
+    GROUPS: tl.constexpr = scales.shape[1]
+    scale = e8m0_to_fp32(scales)
     even, odd = widen_parts(x, "fp4_e2m1", "bits", tl.float16, 2)
     even = tl.reshape(even.to(tl.float32), [x.shape[0], GROUPS, 16]) * scale[:, :, None]
     odd = tl.reshape(odd.to(tl.float32), [x.shape[0], GROUPS, 16]) * scale[:, :, None]
@@ -192,14 +254,19 @@ def _index_logits_kernel(
     begin = tl.program_id(1) * run
     end = tl.minimum(begin + run, num_columns)
     seq = first // SPEC.Q_LEN
-    FP4: tl.constexpr = SPEC.ROUTE == "bf16"
+    TABLE: tl.constexpr = SPEC.ROUTE == "table"
+    FP4: tl.constexpr = TABLE or SPEC.ROUTE == "bf16"
     q, q_odd, weights, starts, ends = (), (), (), (), ()
-    channels = tl.arange(0, SPEC.HEAD_DIM // 2) * 2 if FP4 else tl.arange(0, SPEC.HEAD_DIM)
+    # Channels of the first product of FP4 keys; those of the second are OTHER further.
+    OTHER: tl.constexpr = 4 if TABLE else 1
+    channels = tl.arange(0, SPEC.HEAD_DIM // 2 if FP4 else SPEC.HEAD_DIM)
+    if FP4:
+        channels = channels // OTHER * (2 * OTHER) + channels % OTHER
     low, high = end, begin
     for t in tl.static_range(SPEC.BLOCK_T):
         q_t, w_t = load_query(queries, first + t, num_tokens, channels, SPEC)
         if FP4:
-            odd_t, _ = load_query(queries, first + t, num_tokens, channels + 1, SPEC)
+            odd_t, _ = load_query(queries, first + t, num_tokens, channels + OTHER, SPEC)
             q_odd = q_odd + (odd_t,)
         start_t, end_t = span_of_token(
             bounds, first + t, num_tokens, num_columns, num_pages, max_pages, SPEC.PAGE_SIZE, SPEC.Q_LEN
@@ -223,8 +290,12 @@ def _index_logits_kernel(
             bounds, keys, seq, n, n < high, num_pages, SPEC.PAGE_SIZE, SPEC.SHUFFLED, SPEC.INT64
         )
         if FP4:
-            k, k_odd = load_fp4(keys, value_at, scale_at, live, SPEC.HEAD_DIM)
-            scale = 1.0
+            x, scales = load_fp4(keys, value_at, scale_at, live, SPEC.HEAD_DIM)
+            if TABLE:
+                k, k_odd, scale = fp4_as_e4m3(x, scales)
+            else:
+                k, k_odd = fp4_as_bf16(x, scales)
+                scale = 1.0
         else:
             k, scale = load_fp8(keys, value_at, scale_at, live, d, SPEC)
         for t in tl.static_range(SPEC.BLOCK_T):
