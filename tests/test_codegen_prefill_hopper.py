@@ -360,6 +360,6 @@ def test_heads_wider_than_256_hardly_spill(
         head_dim=head_dim, format=fmt,
     )  # fmt: skip
     for code in _kernels(case, sm90_code):
-        # The loop that widens bf16, and FP8 keys beside FP4 values, spills 8 and 16 bytes.
+        # The loop that widens spills 8 or 16 bytes at 255 registers, as appends would without a limit.
         assert code.stack_bytes() <= (16 if way == ("prefill", "fused") else 0), code.name
         assert code.shared_bytes <= 227 * 1024

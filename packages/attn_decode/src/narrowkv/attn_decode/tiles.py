@@ -284,6 +284,9 @@ CDNA_ROWS = (
         "32 rows of bf16 spill with two waves on gfx942"),
     ConfigRow({"head_dim": range(513, _MANY), "q_len": _SEVERAL}, DecodeTile(16, _amd(4)),
         "16 rows of 576 channels beside masks spill with two waves on gfx942"),
+    ConfigRow({"head_dim": range(513, _MANY)},
+        DecodeTile(16, replace(_amd(2), waves_per_eu=1), prefetch="tile"),
+        "A register of FP8 spills on gfx942, unless the compiler knows that one wave fits"),
     ConfigRow({"head_dim": 512, "k": _OCP_FP8, "v": _OCP_FP8, "q_len": 1},
         DecodeTile(16, _amd(1), prefetch="tile"),
         _WIDE_AHEAD + "FP8 with one wave 2.4 and 3.6, a tile ahead 4.6 and 5.5, two waves a tile ahead 3.6 "
@@ -364,7 +367,6 @@ CDNA_WAVES_ROWS: tuple[ConfigRow[int | None], ...] = (
     ConfigRow({"kernel": "native", "narrow": False, "q_dtype": torch.float16}, None,
         f"{_MORE}: Q is three terms"),
     ConfigRow({"kernel": ("decode", "fp8"), "block_m": range(17, _MANY)}, None, _MORE),
-    ConfigRow({"kernel": ("decode", "fp8"), "q_len": _SEVERAL, "group": (16, 32)}, None, _MORE),
     ConfigRow({"kernel": ("decode", "fp8"), "k": "fp4_e2m1", "group": 16, "mixed": True}, None,
         "27 registers would spill"),
     ConfigRow({"target": "gfx950"}, 2, _TWO_FIT),

@@ -42,7 +42,7 @@ from narrowkv.attn_prefill.memory import (
     power_of_two,
 )
 from narrowkv.attn_prefill.settings import PrefillSettings
-from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.shapes import IN_PAGES, WIDE_HEAD, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
     compute_units_of,
     config_of_call,
@@ -58,6 +58,7 @@ from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, launch_of, named
 
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
+_WIDE_TOKENS = 8  # the same on NVIDIA of heads wider than 256: with 16, FP4 spills 16 bytes
 _ROTATED_TOKENS = 16  # the same of an append in one launch whose cache rotates keys: with 64, FP4 spills
 # For each compute unit: where most sequences are decodes, few blocks are filled, and other programs end at
 # once. H100, 60 decodes and 4 x 512, 8/1 heads, with 16 and 4: the launch 21.9 and 13.2 us, the call 147 and
@@ -231,6 +232,7 @@ class _Maker:
             kernel = _prefill_append_kernel
             constants["STORING"] = storing = self.traits.storing
             size = _ROTATED_TOKENS if storing is not None and storing.butterflies else config.scratch_block
+            size = min(size, _WIDE_TOKENS) if self.nvidia and shape.head_dim > WIDE_HEAD else size
             blocks = blocks._replace(s=size)
             num_blocks = append_blocks(shape, size) if config.stores else 0
             programs *= config.num_splits if divides else 1

@@ -297,15 +297,26 @@ class PrefillSettings(Plan):
         ]
 
     def configs_of_calls(self) -> list[tuple[PrefillConfig, PrefillShape]]:
-        """Configurations that calls have, each with the shape of one: over powers of two and between them."""
+        """Configurations that calls have, over powers of two and between them.
+
+        Each is with the shapes of the first call and of the one with the most tokens: programs that widen
+        many keys do so in a loop, which is another kernel.
+        """
         batches, tokens = (_steps(most) for most in (self.shape.batch, self.shape.num_tokens))
-        found: dict[PrefillConfig, tuple[PrefillConfig, PrefillShape]] = {}
+        first: dict[PrefillConfig, tuple[PrefillConfig, PrefillShape]] = {}
+        most: dict[PrefillConfig, tuple[PrefillConfig, PrefillShape]] = {}
         for batch in batches:
             for num_tokens in tokens:
                 shape = self.shape_of_call(batch, num_tokens)
                 config = self.config_for(shape)
-                found.setdefault(kind_of(config), (config, shape))
-        return list(found.values())
+                kind, call = kind_of(config), (config, shape)
+                first.setdefault(kind, call)
+                most[kind] = max(most.get(kind, call), call, key=_tokens_of)
+        return [*first.values(), *(call for kind, call in most.items() if call is not first[kind])]
+
+
+def _tokens_of(call: tuple[PrefillConfig, PrefillShape]) -> int:
+    return call[1].kv_tokens + call[1].num_tokens
 
 
 def _describe(c: PrefillConfig) -> str:

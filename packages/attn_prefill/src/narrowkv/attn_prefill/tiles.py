@@ -78,7 +78,7 @@ DENSE_ROWS = (
 
 # Kernel "split" on NVIDIA.
 SPLIT_ROWS = (
-    ConfigRow({"head_dim": _WIDER}, PrefillTile(16, _options(8, 2, 224), block_m=16), _WIDE_IN_PAGES),
+    ConfigRow({"head_dim": _WIDER}, PrefillTile(16, _options(8, 2, 255), block_m=16), _WIDE_IN_PAGES),
     ConfigRow({"v_narrow": True, "block_m": 64}, PrefillTile(64, _options(8, 2), block_m=32),
         "192 and 128 channels: these spill 8 bytes at most, 64 rows over bf16 304, and 144 in 4 warps; 32 "
         "rows of 4 warps spill 128 in an append to FP8"),
@@ -92,7 +92,7 @@ SPLIT_ROWS = (
 # Attention that widens keys in its loop, on NVIDIA and on a CPU, where the interpreter pays by the tile, not
 # by the key. Tiles of warpgroups have 64 keys: see `least_columns`.
 FUSED_ROWS = (
-    ConfigRow({"vendor": "nvidia", "head_dim": _WIDER}, PrefillTile(16, _options(8, 2, 224), block_m=16),
+    ConfigRow({"vendor": "nvidia", "head_dim": _WIDER}, PrefillTile(16, _options(8, 2, 255), block_m=16),
         _WIDE_IN_PAGES),
     ConfigRow({"vendor": "nvidia", "head_dim": _LARGE_HEAD, "block_m": 64}, PrefillTile(64, _options(8, 2)),
         "H200, FP4, 16/8 heads of 256, 128 over 4k: 64 keys 129 us, 32 keys 148"),
@@ -202,9 +202,10 @@ def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
     """
     masks = target.is_amd and head_dim not in (64, 128)
     warps = block // (2 if head_dim > WIDE_HEAD else 8 if masks or target.is_nvidia else 16)
-    return LaunchOptions(
-        num_warps=warps, num_stages=1, maxnreg=64 if block == 128 and head_dim <= 128 else None
-    )
+    most = 64 if block == 128 and head_dim <= 128 else None
+    if target.is_nvidia and head_dim > WIDE_HEAD:
+        most = 255  # the compiler stops at 128 registers, and spills up to 16 bytes
+    return LaunchOptions(num_warps=warps, num_stages=1, maxnreg=most)
 
 
 def partial_programs(target: Target, resident: int) -> int:
