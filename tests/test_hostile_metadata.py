@@ -793,6 +793,12 @@ def test_wrong_metadata_stays_within_its_own_sequence(
     _check_mutations(name, Guarded(device, dtype), executor, most)
 
 
+def test_counts_of_a_ragged_table_that_is_split_by_sequence_stay_within_it(device: str) -> None:
+    """The one case above that a table's end beyond its pages fails in, which a sample may leave out."""
+    executor = CheckedInterpreter() if device == "cpu" else None
+    _check_mutations("decode, ragged, per_sequence", Guarded(device, I32), executor, None)
+
+
 # These scenes in every run, all of them in the slow ones.
 EMULATED = {"decode, ragged", "prefill, block table, dense", "prefill_append, append_then_attend, rope"}
 

@@ -227,6 +227,14 @@ def has_jit_functions_of_at_most_30_parameters(source: Source) -> Wrong:
             yield function.lineno, f"{function.name} takes {count_arguments(function)}"
 
 
+def has_kernels_without_functions_of_tritons_module(source: Source) -> Wrong:
+    """`triton.next_power_of_2` and the like: SGLang replaces them by functions that no kernel can call."""
+    for function in source.functions:
+        for node in (n for line in function.body for n in ast.walk(line)) if is_jit(function) else ():
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "triton":
+                yield node.lineno, ast.unparse(node)
+
+
 def does_not_validate_with_assert(source: Source) -> Wrong:
     for node in source.nodes if "api" in source.parts else ():
         if isinstance(node, ast.Assert):
@@ -245,6 +253,7 @@ RULES: list[Callable[[Source], Wrong]] = [
     follows_the_arrows,
     has_kernels_without_references_and_launchers, has_references_without_kernels_and_triton,
     has_public_functions_of_at_most_14_arguments, has_jit_functions_of_at_most_30_parameters,
+    has_kernels_without_functions_of_tritons_module,
     does_not_validate_with_assert, has_functions_of_at_most_80_lines_and_kernels_of_120,
 ]  # fmt: skip
 
@@ -268,6 +277,8 @@ def test_every_file(rule: Callable[[Source], Wrong]) -> None:
          f"def f({', '.join('abcdefghijklmno')}): ..."),
         (has_jit_functions_of_at_most_30_parameters, "sage/x.py",
          f"@triton.jit\ndef f({', '.join(f'x{i}' for i in range(31))}): ..."),
+        (has_kernels_without_functions_of_tritons_module, "sage/x.py",
+         "@triton.jit\ndef f(n):\n    x: tl.constexpr = triton.next_power_of_2(n)"),
         (does_not_validate_with_assert, "sage/api.py", "assert x"),
         (has_functions_of_at_most_80_lines_and_kernels_of_120, "sage/x.py", "def f():" + "\n    x" * 80),
         (has_functions_of_at_most_80_lines_and_kernels_of_120, "sage/x.py",

@@ -261,6 +261,12 @@ def quantise_rows(
         tl.store(kv.ptr + at, narrow_fp8(x, FORMAT), mask=inside)
 
 
+@triton.constexpr_function
+def _padded(channels):
+    """The power of two that holds a row: SGLang replaces Triton's function by one that no kernel can call."""
+    return 1 << (channels - 1).bit_length()
+
+
 # Triton compiles no variants for these: slot mappings are slices of longer vectors, at any address.
 @triton.jit(do_not_specialize=["slot_mapping", "slot_step", "num_slots"])
 def _append_kernel(
@@ -284,8 +290,8 @@ def _append_kernel(
         K_GROUP, V_GROUP: FP4: channels per scale, 0 for one scale; RULE: how its exponent is chosen.
         K_VEC, V_VEC: x of the vectorised layout, else 0.
     """
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    BLOCK_DV: tl.constexpr = triton.next_power_of_2(V_HEAD_DIM)
+    BLOCK_D: tl.constexpr = _padded(HEAD_DIM)
+    BLOCK_DV: tl.constexpr = _padded(V_HEAD_DIM)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     if q.ptr is not None:
