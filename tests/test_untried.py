@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from narrowkv.attn_decode.plan import DecodePlan
+from narrowkv.context_parallel import ShardLayout, cp_paged_decode, plan_cp_decode
+from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime import targets, untried
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.targets import UNTRIED, device_target, get_target
@@ -58,6 +60,17 @@ def test_a_first_call_is_compared_and_gives_its_result(name: str, untried_cpu: d
     expected = CASES[name].inputs().reference()[0].float()
     assert float((o.float() - expected).abs().sum() / expected.abs().sum()) < CASES[name].bound
     assert sum(untried_cpu.values()) >= 1
+
+
+def test_a_rank_compares_its_own_attention(untried_cpu: dict[str, int]) -> None:
+    layout = ShardLayout(world=1, rank=0, interleave=16)
+    cache = PagedKVCache.empty(2, 16, 1, 64, format="bf16")
+    cache.k.normal_()
+    cache.v.normal_()
+    whole = PageTable.from_block_table(torch.tensor([[1, 0]]), torch.tensor([20]), page_size=16)
+    table, q = layout.shard_table(whole, cache.page_size), torch.randn(1, 4, 64).bfloat16()
+    cp_paged_decode(q, cache, table, plan=plan_cp_decode(q, cache, table))
+    assert untried_cpu == {"DecodePlan": 1}
 
 
 def test_later_calls_are_not_compared(untried_cpu: dict[str, int]) -> None:

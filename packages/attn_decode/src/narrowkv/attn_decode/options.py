@@ -42,7 +42,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class LocalOptions(AttentionOptions, total=False):
-    """Keywords of decode and prefill over a cache that is whole on this device.
+    """Keywords of decode and prefill over a cache that one device holds whole.
 
     Attributes:
         window_left: a row attends to at most this many keys before itself; -1 for all.

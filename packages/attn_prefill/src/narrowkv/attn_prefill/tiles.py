@@ -29,7 +29,7 @@ _LARGE_HEAD, _WIDER = range(129, 1 << 30), range(WIDE_HEAD + 1, 1 << 30)
 class PrefillTile:
     """Keys of a tile, compiler options, and rows where the hardware takes no others than these.
 
-    resident: programs of attention over widened keys that a compute unit holds.
+    resident: of attention over widened keys, how many programs run on a compute unit at once.
     """
 
     block_n: int

@@ -370,7 +370,7 @@ class BoundTable(NamedTuple):
 
 BOUND_TABLES: ByIdentity[BoundTable] = ByIdentity()
 _table_numbers: dict[Any, int] = {}
-# Of block tables of one shape: a bound one without its tensors, and the bytes that page ids and lengths span.
+# By a block table's shape: its bound form without tensors, and the bytes that its page ids and lengths span.
 _table_layouts: Bounded[tuple[tuple[Any, ...], int, int]] = Bounded(4096)
 
 

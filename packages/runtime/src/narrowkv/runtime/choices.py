@@ -27,7 +27,7 @@ class ConfigRow(Generic[Chosen]):
     """What the calls get that meet a row's conditions.
 
     Attributes:
-        when: the value that each named fact of a call must have; of a tuple or a range any value will do.
+        when: for each named fact of a call the value that it must have, or a tuple or range of such values.
         choice: what such a call gets.
         evidence: the measurement, or the model's figure, that the choice rests on, with its device and unit;
             or the limit of the hardware or the compiler that leaves no other choice; empty where nothing was

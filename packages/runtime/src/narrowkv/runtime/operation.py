@@ -281,7 +281,7 @@ class Plan:
     def prepared(self, signature: Any, call: _P, given: Any) -> _P:
         """Keeps a call that was prepared; on a target that nothing has run its results are compared first."""
         self.calls.keep(signature, call)
-        if self.target.is_untried and executor() is None:
+        if self.compared and self.target.is_untried and executor() is None:
             compare_first_call(self, given)
         return call
 

@@ -233,7 +233,7 @@ def check_fields(choice: Any, known: Mapping[str, Collection[Any]]) -> None:
     """Refuses a configuration of which a field has a value that its kernels do not know.
 
     Raises:
-        ValueError: naming the first such field, its known values and what came.
+        ValueError: a field has an unknown value; the message names the field, what it may be and what it is.
     """
     for field in fields(choice):
         if (value := getattr(choice, field.name)) not in known[field.name]:

@@ -9,10 +9,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_prefill.kernels.append_store import store_new
-from narrowkv.attn_prefill.kernels.arguments import (
-    Destination,
-    Read,
-)
+from narrowkv.attn_prefill.kernels.arguments import Destination, Read
 from narrowkv.attn_prefill.kernels.fused import attend_to_pages
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
