@@ -4,19 +4,22 @@ A row is an operation, its kernels with rows x keys of a tile, warps and stages,
 relative L1 error against the fp32 reference. Calls are those of `SIZES` and `HEADS`; of calls that have the
 same tiles, the first runs.
 
-    python tools/tile_sweep.py --processes 14 --out tiles.md
+    python tools/tile_sweep.py --processes 14 --rows tiles.jsonl --seconds 600
+
+`--rows` gets each row as it comes; a later run goes on where it ends.
     python tools/tile_sweep.py --device cpu --small --formats bf16 --head-dims 64
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -211,6 +214,13 @@ def _table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _rows_of(path: Path | None) -> list[Row]:
+    """The rows of earlier runs."""
+    if path is None or not path.exists():
+        return []
+    return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
 def main() -> int:
     """Prints the table; 1 if a row is wrong."""
     parser = argparse.ArgumentParser(
@@ -225,31 +235,40 @@ def main() -> int:
         "--small", action="store_true", help="few and short calls, which the interpreter runs"
     )
     parser.add_argument("--seconds", type=float, default=220.0, help="when to stop and print what ran")
-    parser.add_argument("--out", type=Path, help="where the table goes besides standard output")
+    parser.add_argument("--rows", type=Path, help="JSON lines: rows of earlier runs and of this")
     given = parser.parse_args()
     groups = [
         (operation, of, head_dim, given.device, given.small)
         for head_dim, of, operation in product(given.head_dims, given.formats, given.operations)
     ]
-    rows: list[Row] = []
+    rows = _rows_of(given.rows)
+    ran = {(row.operation, row.tiles, row.format, row.head_dim) for row in rows}
     end = time.monotonic() + given.seconds
     # A process computes in one thread: threads of many processes would take turns on the cores.
     with multiprocessing.get_context("spawn").Pool(given.processes, torch.set_num_threads, (1,)) as pool:
         tiles = [tile for found in pool.imap(chosen_tiles, groups) for tile in found]
-        results = pool.imap_unordered(measured_row, _most_telling_first(tiles))
-        for _ in tiles:
+        left = [
+            tile
+            for tile in _most_telling_first(tiles)
+            if (tile.operation, tile.tiles, tile.format, tile.head_dim) not in ran
+        ]
+        results = pool.imap_unordered(measured_row, left)
+        for _ in left:
             try:
                 rows.append(results.next(timeout=max(end - time.monotonic(), 0.1)))
             except multiprocessing.TimeoutError:
                 break
-    table = _table(rows)
+            if given.rows is not None:
+                with given.rows.open("a") as file:
+                    file.write(json.dumps(asdict(rows[-1])) + "\n")
     wrong = [row for row in rows if not row.passed]
-    print(table)
+    print(_table(rows))
     for row in wrong:
         print(f"WRONG {row.error:.3g} {row.tiles}: {row.case}")
-    print(f"{len(rows)} of {len(tiles)} tiles ran, {len(wrong)} wrong")
-    if given.out is not None:
-        given.out.write_text(table + "\n")
+    shapes = {(tile.operation, tile.tiles) for tile in tiles}
+    reached = shapes & {(row.operation, row.tiles) for row in rows}
+    print(f"{len(reached)} of {len(shapes)} tile shapes, {len(rows)} of {len(tiles)} rows ran")
+    print(f"{len(wrong)} wrong")
     return 1 if wrong or len(rows) < len(tiles) else 0
 
 
