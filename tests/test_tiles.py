@@ -1,4 +1,4 @@
-"""Every tile that a configuration can choose for sm90: none has products that come out wrong there."""
+"""Every tile that a configuration can choose: right on sm90, and within its block of widened keys."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import pytest
+
 from narrowkv.attn_decode import config as decode
 from narrowkv.attn_prefill import config as prefill
-from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.paged_cache.binding import multiplied_parts
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.runtime.targets import TARGETS, get_target, least_columns
+from narrowkv.runtime.targets import TARGETS, Target, get_target, least_columns
 from narrowkv.sage import config as sage
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 320, 512)
@@ -30,8 +32,8 @@ def _parts_of_a_config(config: PrefillConfig) -> Iterator[PrefillConfig]:
             yield from _parts_of_a_config(each)
 
 
-def _prefill_tiles() -> Iterator[tuple[str, int, int, int]]:
-    """Kernel, rows and keys of a tile, head_dim."""
+def _prefill_configs(target: Target, formats: Any = FORMATS) -> Iterator[tuple[str, int, PrefillConfig]]:
+    """Operation, head_dim and configuration."""
     sizes = (
         (1, 1, 40),
         (1, 16, 128),
@@ -41,31 +43,37 @@ def _prefill_tiles() -> Iterator[tuple[str, int, int, int]]:
         (64, 64, 40),
         (1, 128, 32768),
     )
-    for head_dim, (qo, kv), formats, (batch, q_len, keys) in product(HEAD_DIMS, HEADS, FORMATS, sizes):
+    for head_dim, (qo, kv), of, (batch, q_len, keys) in product(HEAD_DIMS, HEADS, formats, sizes):
         tokens = batch * q_len
         shape = PrefillShape(
             batch, tokens, q_len, qo, kv, head_dim, 16, max(keys, q_len), batch * max(keys, q_len)
         )
         for fits, pipeline in product((True, False), (True, False)):
             common: dict[str, Any] = {"scratch_fits": fits, "can_pipeline": pipeline}
-            for kernel, q_fp8 in product((None, "dense", "fused", "split"), (None, formats[0])):
+            for kernel, q_fp8 in product((None, "dense", "fused", "split"), (None, of[0])):
                 try:
                     config = prefill.choose_config(
-                        SM90, shape, formats, q_fp8=q_fp8, can_decode=False, kernel=kernel, **common
+                        target, shape, of, q_fp8=q_fp8, can_decode=False, kernel=kernel, **common
                     )
                 except UnsupportedError:
                     continue
                 for each in _parts_of_a_config(config):
-                    yield f"prefill {each.kernel}", each.block_m, each.block_n, head_dim
+                    yield "prefill", head_dim, each
             for kernel, fp8 in product((None, *prefill.APPEND_KERNELS), (True, False)):
                 try:
                     config = prefill.choose_append_config(
-                        SM90, shape, formats, "bf16", fp8_compute=fp8, kernel=kernel, **common
+                        target, shape, of, "bf16", fp8_compute=fp8, kernel=kernel, **common
                     )
                 except UnsupportedError:
                     continue
                 for each in _parts_of_a_config(config):
-                    yield f"append {each.kernel}", each.block_m, each.block_n, head_dim
+                    yield "append", head_dim, each
+
+
+def _prefill_tiles() -> Iterator[tuple[str, int, int, int]]:
+    """Kernel, rows and keys of a tile, head_dim."""
+    for operation, head_dim, config in _prefill_configs(SM90):
+        yield f"{operation} {config.kernel}", config.block_m, config.block_n, head_dim
 
 
 def _decode_tiles() -> Iterator[tuple[str, int, int, int]]:
@@ -87,6 +95,18 @@ def test_no_tile_of_a_warpgroup_has_too_few_keys() -> None:
         (False, False), (False, True), (True, False), (True, True)
     }  # fmt: skip
     assert not [tile for tile in sorted(tiles) if tile[2] < least_columns(SM90, tile[1])]
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_no_tile_of_widened_keys_leaves_its_block(name: str) -> None:
+    """A tile takes one block's factors, and memory that none wrote may follow the last block."""
+    tiles = {
+        (head_dim, config.kernel, config.block_n, config.scratch_block)
+        for _, head_dim, config in _prefill_configs(get_target(name), FORMATS[2:5:2])
+        if config.kernel not in (*IN_PAGES, "decode")
+    }
+    assert {head_dim for head_dim, *_ in tiles} == set(HEAD_DIMS)
+    assert not [tile for tile in sorted(tiles) if tile[3] % tile[2]]
 
 
 def test_no_part_of_v_has_too_few_channels() -> None:

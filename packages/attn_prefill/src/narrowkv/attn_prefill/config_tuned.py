@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
-from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape, scratch_block
+from narrowkv.attn_prefill.shapes import WIDE_HEAD, PrefillConfig, PrefillShape, scratch_block
 from narrowkv.attn_prefill.tiles import partial_programs
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target, least_columns
@@ -63,12 +63,15 @@ def is_tuned(shape: PrefillShape, shipped: PrefillConfig) -> bool:
 def choices(target: Target, head_dim: int) -> list[PrefillChoice]:
     """Kernels and tiles to try, with one program for each tile's keys; splits are tried after that."""
     keys = (16, 32) if target.is_amd and head_dim > 128 else (32, 64)
+    if head_dim > WIDE_HEAD:
+        keys = (scratch_block(head_dim),)
     stages, matrices = ((1, 2), (16, 32)) if target.is_amd else ((2, 3), (0,))
     # The interpreter knows neither warps nor stages.
     ways = [(4, 2, 0)] if target.name == "cpu" else product((4, 8), stages, matrices)
     tried = [(kernel, block_n, *way) for kernel, block_n, way in product(KERNELS, keys, ways)]
-    # Tiles of rows have 64 rows or fewer; those of 64 are multiplied by warpgroups.
-    return [PrefillChoice(*tile, 1) for tile in tried if tile[1] >= least_columns(target, 64)]
+    # Tiles of rows have 64 rows or fewer, of wide heads 32; those of 64 are multiplied by warpgroups.
+    rows = 64 if head_dim <= WIDE_HEAD else 32
+    return [PrefillChoice(*tile, 1) for tile in tried if tile[1] >= least_columns(target, rows)]
 
 
 def splits(choice: PrefillChoice) -> list[PrefillChoice]:

@@ -244,6 +244,10 @@ class _Maker:
     def two_launches(self, pipelined: bool, in_pages: bool, *, ping_pong: bool = False) -> Route:
         """One launch widens keys into the scratch, and stores new tokens; the next attends."""
         shape, config, traits, target = self.shape, self.config, self.traits, self.plan.target
+        if config.block_n > config.scratch_block:  # a tile has the factor of one block, and ends with it
+            raise ValueError(
+                f"tiles of {config.block_n} keys leave their blocks of {config.scratch_block} widened keys"
+            )
         reading = self.bound.readings["to_scratch"]
         quantised = min(_QUANTISED_TOKENS, config.scratch_block)
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k_stored, "V": reading.v_stored}

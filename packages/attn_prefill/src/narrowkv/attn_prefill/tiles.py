@@ -65,8 +65,9 @@ DENSE_ROWS = (
     ConfigRow({**_K192_V128, "fills": True}, PrefillTile(64, _options(8, 2), block_m=128, resident=1),
         _OF_K192_V128),
     ConfigRow(_K192_V128, PrefillTile(64, _options(4, 1)), _OF_K192_V128),
-    ConfigRow({"head_dim": _WIDER, "block_m": 16}, PrefillTile(32, _options(8, 2))),
-    ConfigRow({"head_dim": _WIDER}, PrefillTile(32, _options(8, 2), block_m=32)),
+    ConfigRow({"head_dim": _WIDER, "block_m": 16}, PrefillTile(16, _options(8, 2))),
+    ConfigRow({"head_dim": _WIDER}, PrefillTile(16, _options(8, 2), block_m=32),
+        "A tile's keys have one factor, that of their block in the scratch, which has 16 keys"),
     ConfigRow({"head_dim": _LARGE_HEAD, "block_m": (64, 128)}, PrefillTile(64, _options(8, 2)),
         "Two stages of 64 keys of 256 channels take 160 of 227 KB. H200, FP4, 16/8 heads, 1k over 4k: 322 "
         "us, one stage 417, three of 32 keys 380"),
