@@ -9,22 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from narrowkv.attn_decode import merge_states, paged_decode, plan_decode
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.context_parallel import ShardLayout, cp_paged_decode, plan_cp_decode
+from narrowkv.runtime.launch import executing
 from narrowkv.sage import plan_sage, sage_attention
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     choose_mode,
+    index_topk,
     sparse_decode,
     sparse_prefill,
     sparse_prefill_fp8,
 )
+from narrowkv.testing.calls import LaunchRecorder
+from narrowkv.testing.cases.decode import DecodeCase
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseCase
@@ -385,6 +391,42 @@ def test_results_overlap_neither_themselves_nor_each_other(operation: str, devic
     lse = memory[: results["lse"].nbytes].view(torch.float32).view(results["lse"].shape)
     with pytest.raises(ValueError, match=r"must not share memory with (lse|o|out),"):
         made(arguments, out=out, lse=lse)
+
+
+def _planned(name: str) -> tuple[Callable[..., Any], torch.Tensor]:
+    """A call with a plan, where an operation has one, and the input that an output could lie over."""
+    if name == "merge_states":
+        o = torch.zeros(2, 3, 4, 64)
+        return lambda out: merge_states(o, torch.zeros(2, 3, 4), out=out), o[1]
+    if name == "index_topk":
+        logits = torch.zeros(3, 8)
+        return lambda out: index_topk(logits, 8, out=out), logits.view(I32)
+    if name in ("decode", "cp_decode"):
+        q, cache, table = DecodeCase.small(lens=(20, 5)).build()
+        if name == "decode":
+            return partial(_with_out, paged_decode, q, cache, table, plan=plan_decode(q, cache, table)), q
+        table = ShardLayout(world=1, rank=0, interleave=16).shard_table(table, cache.page_size)
+        return partial(_with_out, cp_paged_decode, q, cache, table, plan=plan_cp_decode(q, cache, table)), q
+    if name == "prefill":
+        given = _prefill("cpu")
+        return partial(_with_out, batch_prefill, **given, plan=plan_prefill(**given)), given["q"]
+    given = _sage("cpu")
+    return partial(_with_out, sage_attention, **given), given["q"]
+
+
+def _with_out(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    *args, out = args
+    return call(*args, out=out, **options)
+
+
+@pytest.mark.parametrize("name", ["decode", "cp_decode", "prefill", "sage", "merge_states", "index_topk"])
+def test_a_later_call_may_not_write_over_its_inputs(name: str) -> None:
+    """The shapes and dtypes of a later call are not checked again; where its tensors lie is."""
+    with executing(LaunchRecorder("gfx950")):
+        call, read = _planned(name)
+        call(torch.zeros_like(read))
+        with pytest.raises(ValueError, match="out must not share memory with"):
+            call(read)
 
 
 @pytest.mark.parametrize("name", ["k_new", "v_new", "sinks"])

@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_prefill import batch_prefill, prefill_append
-from narrowkv.context_parallel import ShardLayout, cp_paged_decode, plan_cp_decode
+from narrowkv.context_parallel import (
+    PrefillShares,
+    ShardLayout,
+    cp_chunk_attention,
+    cp_paged_decode,
+    cp_prefill,
+    plan_cp_decode,
+)
 from narrowkv.paged_cache import PagedKVCache, append
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.quantize import quantize_per_channel
@@ -41,9 +49,11 @@ def _cache(**scales: Any) -> PagedKVCache:
     return cache if balance is None else replace(cache, key_transform=KeyTransform(balance=balance))
 
 
-def _decode(**scales: Any) -> Call:
+def _decode(*, q_descale: Any = None, **scales: Any) -> Call:
     q, _, table = DecodeCase.small(lens=(20, 5), num_kv_heads=HEADS, gqa_ratio=2).build()
-    return partial(paged_decode, q, _cache(**scales), table)
+    if q_descale is None:
+        return partial(paged_decode, q, _cache(**scales), table)
+    return partial(paged_decode, q.to(torch.float8_e4m3fn), _cache(**scales), table, q_descale=q_descale)
 
 
 def _cp_decode(**scales: Any) -> Call:
@@ -97,7 +107,7 @@ CASES: list[tuple[str, Callable[..., Call], str, str]] = [
         for name, make in (("append", _append), ("prefill_append", _prefill_append))
         for side, shape in (("k_descale", "tensor"), ("v_descale", "tensor"), ("k_descale", "head"))
     ),
-    ("prefill", _prefill, "q_descale", "tensor"),
+    *((name, make, "q_descale", "tensor") for name, make in (("decode", _decode), ("prefill", _prefill))),
     *(
         (name, make, "balance", "channel")
         for name, make in (("decode", _decode), ("prefill", _prefill), ("append", _append))
@@ -150,6 +160,34 @@ def test_a_bad_value_is_refused_before_any_launch(
     _assert_refused(call, side, launches, **({} if make is _sage else {"validate": None}))
     call(validate=False)
     assert launches.launches
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@every_value
+@pytest.mark.parametrize("chunk", [False, True])
+@pytest.mark.parametrize("side", ["k_descale", "v_descale"])
+def test_ranks_refuse_bad_values_before_they_wait_for_others(
+    chunk: bool, side: str, bad: float, launches: LaunchRecorder, one_rank: None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("narrowkv.context_parallel.prefill.gathered", None)
+    scale = _scale("tensor")
+    _spoil(scale, bad)
+    q, k, v, _, table, starts, _ = PrefillCase.append(
+        q_lens=(3, 2), lens=(20, 5), num_kv_heads=HEADS, gqa_ratio=2
+    ).build_append("cpu")
+    layout, cache = ShardLayout(world=1, rank=0, interleave=16), _cache(**{side: scale})
+    if chunk:
+        call = partial(cp_chunk_attention, q, k, v, cache, table, starts, layout=layout)
+    else:
+        shares = PrefillShares(layout, (3, 2))
+        call = partial(cp_prefill, q, k, v, cache, table, shares=shares, slot_mapping=torch.arange(5))
+    _assert_refused(call, side, launches)
 
 
 @every_value

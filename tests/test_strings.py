@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 import typer.main
 from test_docs import PAGES, commands, name_of
 
+from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
 from narrowkv.cli import options
 from narrowkv.cli.app import app
 from narrowkv.cli.inspection import parse_call
@@ -31,7 +35,13 @@ PLACEHOLDERS = {"LINE", "FILE", "FORMAT", "BASELINE.json", "CONTRACT-SET", "OPER
 # Options of other programs that pages and messages name.
 FOREIGN = {
     "--attention-backend", "--kv-cache-dtype", "--index-url", "--no-deps", "--triton-attention-num-kv-splits",
+    "--speculative-draft-attention-backend", "--dcp-size", "--enable-mixed-chunk", "--short",
 }  # fmt: skip
+# Operators that exist once an engine's adapter has been imported.
+MADE_LATER = {"attend_places"}
+# Values of `kernel=` of the plans that force one; sparse attention's are among them. Stored results of Sage
+# have its granularity in that column.
+FORCED_KERNELS = {"decode", "native", "fp8", *KERNELS, *APPEND_KERNELS, "per_thread"}
 
 
 @cache
@@ -203,7 +213,7 @@ def own_options() -> frozenset[str]:
             walk(one)
 
     walk(typer.main.get_command(app))
-    for path in ROOT.glob("tools/*.py"):
+    for path in SOURCES:
         found |= set(re.findall(r'"(--[a-z-]+)"', path.read_text()))
     return frozenset({*found, "--help"})
 
@@ -211,8 +221,133 @@ def own_options() -> frozenset[str]:
 def test_every_option_that_a_message_names_exists() -> None:
     wrong = []
     for path in SOURCES:
-        if "cli" in path.parts or "testing" in path.parts:
-            for text in strings(path):
-                named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
-                wrong += [f"{name_of(path)}: {o}" for o in named - own_options() - FOREIGN]
+        for text in strings(path):
+            named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
+            wrong += [f"{name_of(path)}: {o}" for o in named - own_options() - FOREIGN]
     assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+@cache
+def options_of(script: Path) -> frozenset[str]:
+    """The options that a script of this repository, or a module beside it that it imports, declares."""
+    text = script.read_text()
+    found = set(re.findall(r'"(--[a-z-]+)"', text))
+    for module in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE):
+        beside = script.parent / f"{module}.py"
+        if beside.exists() and beside != script:
+            found |= options_of(beside)
+    return frozenset({*found, "--help"})
+
+
+def wrong_scripts(place: Path, text: str) -> list[str]:
+    """Command lines of Python and pytest in a text whose file or option does not exist.
+
+    Files of other projects lie in folders that this repository lacks.
+    """
+    wrong = []
+    for name, rest in re.findall(r"(?:python3? |pytest [^`\n]*?)((?:[\w-]+/)+\w+\.py)([^`\n#]*)", text):
+        folders = [each for each in (ROOT, place.parent) if (each / name.split("/")[0]).exists()]
+        found = [each / name for each in folders if (each / name).exists()]
+        if folders and not found:
+            wrong.append(name)
+        elif found and "/tests/test_" not in f"/{name}":
+            wrong += sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", rest)) - options_of(found[0]))
+    return wrong
+
+
+def wrong_targets(place: Path, text: str) -> list[str]:
+    """Targets and variables of make in a text that the Makefile does not have."""
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {*re.findall(r"^([a-z-]+):", makefile, re.MULTILINE), "codegen-3.8.0", "codegen-3.9.0"}
+    variables = set(re.findall(r"^([A-Z]+) *[?:]?=", makefile, re.MULTILINE))
+    wrong = []
+    for line in re.findall(r"`make ([a-z][^`\n]*)`", text):
+        words = shlex.split(line.split(" #")[0])
+        wrong += [w for w in words if "=" in w and w.split("=")[0] not in variables]
+        wrong += [w for w in words if "=" not in w and w not in targets]
+    return wrong
+
+
+def wrong_paths(place: Path, text: str) -> list[str]:
+    """Files, and tests in files, that a text names and that do not exist.
+
+    Paths begin at a folder above or at one of a package.
+    """
+    packages = [each.parent for each in ROOT.glob("packages/*/src")]
+    folders = [ROOT, *place.parents[: len(place.relative_to(ROOT).parents)], *packages]
+    folders += [each / "src" / "narrowkv" / each.name for each in packages]
+    folders += [folder for each in packages for folder in (each / "src", each / "src" / "narrowkv")]
+    wrong = []
+    for name, test in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml|md|json))(?:::(\w+))?`", text):
+        found = [folder / name for folder in folders if (folder / name).exists()]
+        if not found or (test and f"def {test}(" not in found[0].read_text()):
+            wrong.append(f"{name}::{test}" if test else name)
+    return wrong
+
+
+def wrong_kernels(place: Path, text: str) -> list[str]:
+    """Values of `kernel=` in a text that no operation has."""
+    return sorted(set(re.findall(r"(?<!\w)kernel=[\"'](\w+)[\"']", text)) - FORCED_KERNELS)
+
+
+def wrong_names(place: Path, text: str) -> list[str]:
+    """Names `narrowkv.package.name`, and operators of torch, in a text that cannot be looked up."""
+    found = set(re.findall(r"`(narrowkv(?:\.\w+)+)(?:\([^`]*\))?`", text))
+    operators = set(re.findall(r"`torch\.ops\.narrowkv\.(\w+)`", text)) - MADE_LATER
+    return [each for each in sorted(found) if not _exists(each)] + [
+        each for each in sorted(operators) if not hasattr(torch.ops.narrowkv, each)
+    ]
+
+
+def _exists(dotted: str) -> bool:
+    """Whether a module has that name, or an attribute of one; modules of an engine are not imported."""
+    module, *names = dotted, *()
+    while find_spec_of(module) is None:
+        module, _, name = module.rpartition(".")
+        names.insert(0, name)
+    if not names:
+        return True
+    value: Any = importlib.import_module(module)
+    for name in names:
+        if not hasattr(value, name):
+            return name in getattr(value, "__annotations__", {})
+        value = getattr(value, name)
+    return True
+
+
+def find_spec_of(module: str) -> Any:
+    """As `find_spec`; None also where what lies above is no package."""
+    try:
+        return find_spec(module)
+    except ModuleNotFoundError:
+        return None
+
+
+CHECKS = (wrong_scripts, wrong_targets, wrong_paths, wrong_kernels, wrong_names)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_sources_and_pages_name_exists(check: Any) -> None:
+    places = [*SOURCES, *(page for page in PAGES if page.name != "CHANGELOG.md")]
+    wrong = [f"{name_of(path)}: {each}" for path in places for each in check(path, path.read_text())]
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+@pytest.mark.parametrize(
+    ("check", "text", "found"),
+    [
+        (wrong_scripts, "`python tools/tile_swep.py --small`", "tools/tile_swep.py"),
+        (wrong_scripts, "`python tools/tile_sweep.py --proceses 14`", "--proceses"),
+        (wrong_scripts, "`pytest -m gpu packages/engines/tests/test_step.py`",
+         "packages/engines/tests/test_step.py"),
+        (wrong_targets, "run `make set-up` first", "set-up"),
+        (wrong_targets, "`make test ARG='-k append'`", "ARG=-k append"),
+        (wrong_paths, "see `tests/test_tile.py`", "tests/test_tile.py"),
+        (wrong_paths, "see `tests/test_tiles.py::test_none`", "tests/test_tiles.py::test_none"),
+        (wrong_kernels, "plan with kernel='spilt'", "spilt"),
+        (wrong_names, "`narrowkv.quant.calibrates()`", "narrowkv.quant.calibrates"),
+        (wrong_names, "`torch.ops.narrowkv.paged_decodes`", "paged_decodes"),
+    ],
+)  # fmt: skip
+def test_a_name_of_nothing_is_found(check: Any, text: str, found: str) -> None:
+    assert check(ROOT / "README.md", text) == [found]
