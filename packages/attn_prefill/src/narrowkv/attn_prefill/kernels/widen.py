@@ -118,12 +118,13 @@ def widen_block(
     K_SCALES: tl.constexpr = K.descale != "scalar" and K.descale != "head"
     V_SCALES: tl.constexpr = V.descale != "scalar" and V.descale != "head"
     # A lane loads the elements that it stores, 16 bytes at a time. If it loaded 16 bytes, the compiler would
-    # pass the widened tile through shared memory.
-    K_MOST: tl.constexpr = 16 if FILLING.nvidia else 8 // K.parts
-    V_MOST: tl.constexpr = 16 if FILLING.nvidia else 8 // V.parts
+    # pass the widened tile through shared memory. H200, FP8: 704 of 1024 tokens 58.4 -> 57.3 us, 8 x 128 over
+    # 4k 396 -> 393 us.
+    V_WORDS: tl.constexpr = 8 // V.parts
     if K_TYPE is not None:
-        k_words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCKS.dk, K_MOST)
-    v_words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.v_head_dim, BLOCKS.d, V_MOST)
+        K_WORDS: tl.constexpr = 16 if K_TYPE.is_fp8() else 8 // K.parts
+        k_words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCKS.dk, K_WORDS)
+    v_words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.v_head_dim, BLOCKS.d, V_WORDS)
     k_scale = 1.0
     v_scale = 1.0
     if K_SCALES:
