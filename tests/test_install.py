@@ -38,6 +38,8 @@ PROJECTS = {
 # What a ROCm user has: an old torch with a local version, and a triton under another distribution's name.
 ROCM_TORCH = "2.11.0+rocm7.14.0"
 ROCM_TRITON = ("triton-rocm", "3.8.0+git2f1c")
+# What an install of everything reads of a checkout.
+NEEDED_FILES, NEEDED_FOLDERS = ("pyproject.toml", "README.md", "LICENSE"), ("packages", "cli")
 
 
 @dataclass(frozen=True)
@@ -370,9 +372,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("git") is None:
         pytest.skip("needs git")
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in NEEDED_FILES:
         shutil.copy(ROOT / name, folder)
-    for name in ("packages", "cli"):
+    for name in NEEDED_FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__", "tests")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
@@ -403,6 +405,60 @@ def test_all_packages_install_from_a_checkout_and_from_a_git_url(wheels, checkou
     assert {name for name in found if name.startswith("narrowkv")} == {"narrowkv"}
     clean.imports(*PROJECTS, below=checkout if form == EDITABLE else clean.site)
     assert "Usage" in run(clean.python.parent / "narrowkv", "--help").stdout
+
+
+def recipe_steps() -> list[str]:
+    """The instructions of the container's recipe, one a line."""
+    recipe = (ROOT / "tools" / "rocm.Containerfile").read_text().replace("\\\n", " ")
+    return [line for line in recipe.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_container_copies_what_the_install_reads():
+    copies = [step.split()[1:] for step in recipe_steps() if step.startswith("COPY ")]
+    files = [(source, f"{target}{source}") for *sources, target in copies[:1] for source in sources]
+    assert [*files, *map(tuple, copies[1:])] == [
+        (name, f"/narrowkv/{name}") for name in (*NEEDED_FILES, *NEEDED_FOLDERS)
+    ]
+
+
+def test_the_shell_reads_every_command_of_the_container():
+    for step in recipe_steps():
+        if step.startswith("RUN "):
+            run("sh", "-n", "-c", step.removeprefix("RUN "))
+    (command,) = [step.removeprefix("CMD ") for step in recipe_steps() if step.startswith("CMD ")]
+    narrowkv, *arguments = json.loads(command)
+    assert narrowkv == "narrowkv"
+    assert "Usage" in run(sys.executable, "-m", "narrowkv.cli", *arguments, "--help").stdout
+
+
+@pytest.mark.parametrize(("torch", "installs"), [(ROCM_TORCH, True), ("2.9.0+rocm7.14.0", False)])
+def test_the_container_installs_narrowkv_beside_amds_torch_or_fails(
+    wheels, checkout, tmp_path, torch, installs
+):
+    """The recipe's command, where AMD's torch seems installed and another one is on offer."""
+    clean = CleanEnvironment(tmp_path / "venv", wheels)
+    for found in clean.site.glob("torch-*.dist-info"):
+        shutil.rmtree(found)
+    write_distribution(clean.site, "torch", torch)
+    clean.show_distribution("hatchling")
+    pip = tmp_path / "pip"
+    pip.write_text(
+        f"#!/bin/sh\ncommand=$1\nshift\n[ $command = install ] && set -- --no-index --no-build-isolation "
+        f'--no-compile --find-links {next(iter(wheels.values())).path.parent} "$@"\n'
+        f'exec {sys.executable} -m pip --python {clean.python} $command "$@"\n'
+    )
+    pip.chmod(0o755)
+    (step,) = [step for step in recipe_steps() if "--constraint" in step]
+    command = step.removeprefix("RUN ").split("&& python -c")[0]
+    command = command.replace(" /narrowkv", f" {checkout}").replace("/torch.txt", str(tmp_path / "torch.txt"))
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PIP_CONFIG_FILE": os.devnull}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment)
+    assert (done.returncode == 0) == installs, done.stdout + done.stderr
+    assert set((tmp_path / "torch.txt").read_text().split()) == {f"torch=={torch}", "==".join(ROCM_TRITON)}
+    found = clean.distributions()
+    assert found["torch"] == torch
+    assert ("narrowkv" in found) == installs
 
 
 @pytest.mark.slow

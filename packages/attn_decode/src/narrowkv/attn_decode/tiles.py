@@ -378,6 +378,14 @@ CDNA_WAVES_ROWS: tuple[ConfigRow[int | None], ...] = (
 # The second kernel. Facts: vendor, split, splits (of a sequence), kv_heads, head_dim, invariant. AMD by the
 # model, microseconds, 96/8 heads, head_dim 128, gfx942 and gfx950; in parentheses splits at once and waves.
 MERGE_ROWS = (
+    ConfigRow(
+        {
+            "vendor": "amd", "split": "per_sequence", "splits": range(49, _MANY + 1),
+            "head_dim": range(257, 577),
+        },
+        MergeTile(128, 8),
+        "B1 8k, 512 channels: 25.8 and 21.1; (128, 4) 29.4 and 24.5, and spills 4 and 8 registers",
+    ),
     *(
         ConfigRow({"vendor": "amd", "split": "per_sequence", "splits": range(most + 1)}, tile, evidence)
         for most, tile, evidence in (

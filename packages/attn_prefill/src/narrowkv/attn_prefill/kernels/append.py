@@ -186,7 +186,7 @@ def _prefill_append_kernel(
     pid = tl.program_id(0)
     if pid < num_blocks * SIZES.num_kv_heads:
         kv_head = pid % SIZES.num_kv_heads
-        seq, block, _, q_start, q_len = find_block(
+        seq, block, _, q_start, q_len, _ = find_block(
             stored, table, None, batch, pid // SIZES.num_kv_heads, 0, False, True, SIZES.page_size, False,
             BLOCKS.s, RULES.nvidia,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from narrowkv.attn_prefill.kernels.arguments import (
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     find_block,
+    find_held_block,
     held_blocks,
     schedule_tiles,
     sized_queries,
@@ -123,17 +124,18 @@ def keep_new_block(
 
 @triton.jit
 def fill_block(
-    q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit, kv_head,
+    q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, found, block, kv_head,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr,
     K_IN_PAGES: tl.constexpr, FILLING: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Leaves block `block` of all sequences' keys, old or new, of one head in the scratch."""
+    """Leaves block `block` of all sequences' keys, old or new, of one head in the scratch.
+
+    found: where the block lies, the first five results of `find_block`.
+    """
     BLOCK_S: tl.constexpr = BLOCKS.s
     K_TYPE: tl.constexpr = None if K_IN_PAGES else chunk.k.dtype.element_ty
     K_HAS_FACTOR: tl.constexpr = FILLING.k_per_key or K_IN_PAGES
-    seq, in_seq, held, q_start, q_len = find_block(
-        q, table, scratch, batch, block, limit, True, True, SIZES.page_size, False, BLOCK_S, FILLING.nvidia
-    )
+    seq, in_seq, held, q_start, q_len = found
     k_scale = times_head_descale(scales.k, k_descale, seq, kv_head, K.descale)
     v_scale = times_head_descale(scales.v, v_descale, seq, kv_head, V.descale)
     old_blocks = tl.cdiv(held, BLOCK_S)
@@ -190,7 +192,7 @@ def _produce_kernel(
     if (pid >= first_group) & (pid < first_order):
         kv_head = (pid - first_group) % SIZES.num_kv_heads
         group = (pid - first_group) // SIZES.num_kv_heads
-        seq, in_seq, _, q_start, q_len = find_block(
+        seq, in_seq, _, q_start, q_len, _ = find_block(
             stored, table, scratch, batch, group, 0, False, True, SIZES.page_size, False, BLOCKS.t,
             FILLING.nvidia,
         )  # fmt: skip
@@ -208,16 +210,24 @@ def _produce_kernel(
         )  # fmt: skip
         return
     kv_head = pid % SIZES.num_kv_heads
-    limit, total = held_blocks(q, table, scratch, batch, True, SIZES.page_size, False, BLOCKS.s)
     first = pid // SIZES.num_kv_heads
     if FILLING.loops:
+        limit, total = held_blocks(q, table, scratch, batch, True, SIZES.page_size, False, BLOCKS.s)
         for block in range(first, total, num_blocks):
+            found = find_block(
+                q, table, scratch, batch, block, limit, True, True, SIZES.page_size, False, BLOCKS.s,
+                FILLING.nvidia,
+            )  # fmt: skip
             fill_block(
-                q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit,
+                q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, found[0:5], block,
                 kv_head, SIZES, K, V, STORING, K_IN_PAGES, FILLING, BLOCKS,
             )  # fmt: skip
-    elif first < total:
-        fill_block(
-            q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, first, limit, kv_head,
-            SIZES, K, V, STORING, K_IN_PAGES, FILLING, BLOCKS,
-        )  # fmt: skip
+    else:
+        found = find_held_block(
+            q, table, scratch, batch, first, True, SIZES.page_size, False, BLOCKS.s, FILLING.nvidia
+        )
+        if found[0] >= 0:
+            fill_block(
+                q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, found, first, kv_head,
+                SIZES, K, V, STORING, K_IN_PAGES, FILLING, BLOCKS,
+            )  # fmt: skip

@@ -107,8 +107,9 @@ def schedule_tiles(
     tiles of each sequence come before it has a closed form and nothing is sorted.
     """
     limit, _ = held_blocks(q, table, scratch, batch, False, PAGE_SIZE, RAGGED, BLOCK_N)
-    index = block * BLOCK_I + tl.arange(0, BLOCK_I)
-    zero = index * 0
+    index = block * BLOCK_I + tl.arange(0, BLOCK_I)[:, None]
+    # Sums over sequences are taken after the loop: carried through it they would change lanes in every pass.
+    zero = tl.zeros([BLOCK_I, SEQUENCES], tl.int32)
     seq, tile, q_start, served = zero - 1, zero, zero, zero
     kv_len, base, padding, position = zero, zero, zero, zero
     tiles_before, blocks_before, claimed = batch * 0, batch * 0, batch * 0
@@ -120,18 +121,22 @@ def schedule_tiles(
         tiles = tl.cdiv(rows * GQA_RATIO, block_m)
         ends = tiles_before + tl.cumsum(tiles, 0)
         begin = (blocks_before + tl.cumsum(blocks, 0) - blocks) * BLOCK_N
-        number = index[:, None] - (ends - tiles)[None, :]
+        number = index - (ends - tiles)[None, :]
         own = (number >= 0) & (number < tiles[None, :])  # [BLOCK_I, SEQUENCES]
-        seq = tl.maximum(seq, tl.max(tl.where(own, seqs[None, :], -1), 1))
-        tile += tl.sum(tl.where(own, number, 0), 1)
-        q_start += tl.sum(tl.where(own, start[None, :], 0), 1)
-        served += tl.sum(tl.where(own, rows[None, :], 0), 1)
-        kv_len += tl.sum(tl.where(own, keys[None, :], 0), 1)
-        base += tl.sum(tl.where(own, begin[None, :], 0), 1)
-        padding += tl.sum(tl.where(own, pad[None, :], 0), 1)
-        position += tl.sum(tl.where(own, before[None, :], 0), 1)
+        seq = tl.where(own, seqs[None, :], seq)
+        tile += tl.where(own, number, 0)
+        q_start += tl.where(own, start[None, :], 0)
+        served += tl.where(own, rows[None, :], 0)
+        kv_len += tl.where(own, keys[None, :], 0)
+        base += tl.where(own, begin[None, :], 0)
+        padding += tl.where(own, pad[None, :], 0)
+        position += tl.where(own, before[None, :], 0)
         tiles_before = tl.max(ends, 0)
         blocks_before += tl.sum(blocks, 0)
+    seq = tl.max(seq, 1, keep_dims=True)  # [BLOCK_I, 1]
+    tile = tl.sum(tile, 1, keep_dims=True)
+    kv_len = tl.sum(kv_len, 1, keep_dims=True)
+    position = tl.sum(position, 1, keep_dims=True)
     work = position * GQA_RATIO + (tile + 1) * block_m if CAUSAL else kv_len
     rank = zero
     claimed = batch * 0
@@ -141,31 +146,31 @@ def schedule_tiles(
             q, table, scratch, seqs, batch, claimed, limit, PAGE_SIZE, RAGGED, APPENDS, BLOCK_N
         )
         tiles = tl.cdiv(rows * GQA_RATIO, block_m)[None, :]
-        earlier = seqs[None, :] < seq[:, None]
+        earlier = seqs[None, :] < seq
         if CAUSAL:
             # Tile t of a sequence has work before * GQA_RATIO + (t + 1) * block_m: those with more, and ties.
-            ahead = work[:, None] - (before * GQA_RATIO)[None, :]
+            ahead = work - (before * GQA_RATIO)[None, :]
             floor = tl.where(ahead >= 0, ahead // block_m, -1)
             more = tiles - tl.minimum(tl.maximum(floor, 0), tiles)
             tie = (ahead > 0) & (ahead % block_m == 0) & (floor <= tiles) & earlier
-            rank += tl.sum(more + tie.to(tl.int32), 1)
+            rank += more + tie.to(tl.int32)
         else:
-            more = (keys[None, :] > work[:, None]) | ((keys[None, :] == work[:, None]) & earlier)
-            rank += tl.sum(tl.where(more, tiles, 0), 1)
+            more = (keys[None, :] > work) | ((keys[None, :] == work) & earlier)
+            rank += tl.where(more, tiles, 0)
+    rank = tl.sum(rank, 1, keep_dims=True)
     if not CAUSAL:
         rank += tile
     # Places past the last tile hold none.
     place = tl.where(seq >= 0, rank, index)
-    at = scratch.schedule + place * 8
-    kept = place < num_tiles
-    tl.store(at, seq, mask=kept)
-    tl.store(at + 1, tile, mask=kept)
-    tl.store(at + 2, q_start, mask=kept)
-    tl.store(at + 3, served, mask=kept)
-    tl.store(at + 4, kv_len, mask=kept)
-    tl.store(at + 5, base, mask=kept)
-    tl.store(at + 6, padding, mask=kept)
-    tl.store(at + 7, position, mask=kept)
+    field = tl.arange(0, SEQUENCES)[None, :]
+    entry = tl.where(field == 0, seq, tile)
+    entry = tl.where(field == 2, tl.sum(q_start, 1, keep_dims=True), entry)
+    entry = tl.where(field == 3, tl.sum(served, 1, keep_dims=True), entry)
+    entry = tl.where(field == 4, kv_len, entry)
+    entry = tl.where(field == 5, tl.sum(base, 1, keep_dims=True), entry)
+    entry = tl.where(field == 6, tl.sum(padding, 1, keep_dims=True), entry)
+    entry = tl.where(field == 7, position, entry)
+    tl.store(scratch.schedule + place * 8 + field, entry, mask=(place < num_tiles) & (field < 8))
 
 
 @triton.jit
@@ -178,9 +183,9 @@ def sequences_of(
     The first query token, query tokens that are served, rows of keys, those of them that are no keys, the
     position of the first query token, and blocks of scratch.
     """
+    held, lens = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
     start, length, claimed = query_ranges(q, seqs, batch, claimed)
     rows = served_tokens(q, length)
-    held, lens = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
     # A sequence of another launch, or without query tokens, has no keys here.
     held = tl.where(rows > 0, held, 0)
     if APPENDS:
@@ -241,9 +246,9 @@ def count_blocks(
     total, new, claimed = batch * 0, batch * 0, batch * 0
     for first in range(0, batch, SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
+        held, _ = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
         _, length, claimed = query_ranges(q, seqs, batch, claimed)
         length = served_tokens(q, length)
-        held, _ = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
         total += tl.sum(tl.where(length > 0, tl.cdiv(held, BLOCK_N), 0), 0)
         if NEW:
             new += tl.sum(tl.cdiv(length, BLOCK_N), 0)
@@ -258,21 +263,24 @@ def find_block(
     """Where block `block` of all sequences' keys lies: those in the cache (OLD), then new ones (NEW).
 
     Returns its sequence (-1: none), its number there, the sequence's keys that the scratch holds, its first
-    query token and how many of these are served.
+    query token and how many of these are served, and the blocks of all old keys that `limit` allows.
     """
     seq = block * 0 - 1
     number, old_len, q_start, q_len = block * 0, block * 0, block * 0, block * 0
+    old_blocks = batch * 0
     blocks_before, claimed = block * 0, block * 0
     for first in range(0, batch, SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
         blocks = seqs * 0
+        if OLD:
+            held, _ = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
         start, length, claimed = query_ranges(q, seqs, batch, claimed)
         length = served_tokens(q, length)
         if NEW:
             blocks += tl.cdiv(length, BLOCK_N)
         if OLD:
-            held, _ = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
             held = tl.where(length > 0, held, 0)
+            old_blocks += tl.sum(tl.cdiv(held, BLOCK_N), 0)
             blocks += tl.cdiv(held, BLOCK_N)
         ends = blocks_before + tl.cumsum(blocks, 0)
         own = (ends > block) & (ends - blocks <= block)
@@ -289,6 +297,24 @@ def find_block(
         old_len = in_scalar_register(old_len, NVIDIA)
     if NEW:
         q_start, q_len = in_scalar_register(q_start, NVIDIA), in_scalar_register(q_len, NVIDIA)
+    return seq, number, old_len, q_start, q_len, old_blocks
+
+
+@triton.jit
+def find_held_block(
+    q, table, scratch, batch, block, NEW: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_N: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """`find_block` within the limit of `held_blocks`, which is sought only if not all blocks fit."""
+    limit = tl.cdiv(scratch.max_keys, BLOCK_N)
+    seq, number, old_len, q_start, q_len, old_blocks = find_block(
+        q, table, scratch, batch, block, limit, True, NEW, PAGE_SIZE, RAGGED, BLOCK_N, NVIDIA
+    )
+    if old_blocks > scratch.key_blocks:
+        limit, _ = held_blocks(q, table, scratch, batch, NEW, PAGE_SIZE, RAGGED, BLOCK_N)
+        seq, number, old_len, q_start, q_len, _ = find_block(
+            q, table, scratch, batch, block, limit, True, NEW, PAGE_SIZE, RAGGED, BLOCK_N, NVIDIA
+        )
     return seq, number, old_len, q_start, q_len
 
 

@@ -11,6 +11,7 @@ from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     find_block,
+    find_held_block,
     held_blocks,
     schedule_tiles,
     sized_queries,
@@ -116,9 +117,14 @@ def widen_block(
     page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, SIZES.page_size, FILLING.int64_offsets)
     K_SCALES: tl.constexpr = K.descale != "scalar" and K.descale != "head"
     V_SCALES: tl.constexpr = V.descale != "scalar" and V.descale != "head"
+    # A lane loads the elements that it stores, 16 bytes at a time. If it loaded 16 bytes, the compiler would
+    # pass the widened tile through shared memory. H200, FP8: 704 of 1024 tokens 58.4 -> 57.3 us, 8 x 128 over
+    # 4k 396 -> 393 us.
+    V_WORDS: tl.constexpr = 8 // V.parts
     if K_TYPE is not None:
-        k_words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCKS.dk)
-    v_words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.v_head_dim, BLOCKS.d)
+        K_WORDS: tl.constexpr = 16 if K_TYPE.is_fp8() else 8 // K.parts
+        k_words = load_tile(k, page, slot, kv_head, False, K.vec, K.parts, SIZES.head_dim, BLOCKS.dk, K_WORDS)
+    v_words = load_tile(v, page, slot, kv_head, True, V.vec, V.parts, SIZES.v_head_dim, BLOCKS.d, V_WORDS)
     k_scale = 1.0
     v_scale = 1.0
     if K_SCALES:
@@ -171,32 +177,6 @@ def widen_block(
         store_value_power(scratch, power, factor_flag, blocks)
 
 
-@triton.jit
-def find_and_widen_block(
-    q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
-    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FILLING: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Widens block `block` of all sequences' keys, of one head."""
-    seq, in_seq, kv_len, _, _ = find_block(
-        q,
-        table,
-        scratch,
-        batch,
-        block,
-        limit,
-        True,
-        False,
-        SIZES.page_size,
-        SIZES.ragged,
-        BLOCKS.s,
-        FILLING.nvidia,
-    )
-    widen_block(
-        k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCKS.s, kv_head, kv_len, 1.0,
-        SIZES, K, V, FILLING.k_type, False, FILLING, BLOCKS,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _widen_kernel(
     q, cache, table, scratch,
@@ -227,16 +207,24 @@ def _widen_kernel(
         )  # fmt: skip
         return
     kv_head = pid % SIZES.num_kv_heads
-    limit, total = held_blocks(q, table, scratch, batch, False, SIZES.page_size, SIZES.ragged, BLOCKS.s)
     first = pid // SIZES.num_kv_heads
     if FILLING.loops:
+        limit, total = held_blocks(q, table, scratch, batch, False, SIZES.page_size, SIZES.ragged, BLOCKS.s)
         for block in range(first, total, num_blocks):
-            find_and_widen_block(
-                q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
-                SIZES, K, V, FILLING, BLOCKS,
+            seq, in_seq, kv_len, _, _, _ = find_block(
+                q, table, scratch, batch, block, limit, True, False, SIZES.page_size, SIZES.ragged, BLOCKS.s,
+                FILLING.nvidia,
             )  # fmt: skip
-    elif first < total:
-        find_and_widen_block(
-            q, k, v, k_descale, v_descale, table, scratch, batch, first, limit, kv_head,
-            SIZES, K, V, FILLING, BLOCKS,
-        )  # fmt: skip
+            widen_block(
+                k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCKS.s, kv_head, kv_len,
+                1.0, SIZES, K, V, FILLING.k_type, False, FILLING, BLOCKS,
+            )  # fmt: skip
+    else:
+        seq, in_seq, kv_len, _, _ = find_held_block(
+            q, table, scratch, batch, first, False, SIZES.page_size, SIZES.ragged, BLOCKS.s, FILLING.nvidia
+        )
+        if seq >= 0:
+            widen_block(
+                k, v, k_descale, v_descale, table, scratch, seq, first, in_seq * BLOCKS.s, kv_head, kv_len,
+                1.0, SIZES, K, V, FILLING.k_type, False, FILLING, BLOCKS,
+            )  # fmt: skip

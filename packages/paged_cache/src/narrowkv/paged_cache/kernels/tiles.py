@@ -21,12 +21,13 @@ LEAST_FACTOR = tl.constexpr(1.2e-38)
 
 @triton.jit
 def load_tile(kv, page, slot, head, IS_VALUE: tl.constexpr, VEC: tl.constexpr, PARTS: tl.constexpr,
-              HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+              HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOST: tl.constexpr = 16):  # fmt: skip
     """The words [N, BLOCK_D / PARTS] of K or V at these places, as stored; columns past head_dim are zeros.
 
-    PARTS: elements of a word. VEC: x of the vectorised layout, else 0.
+    PARTS: elements of a word. VEC: x of the vectorised layout, else 0. MOST: neighbouring words that a lane
+    loads, at most.
     """
-    d = tl.arange(0, BLOCK_D // PARTS)
+    d = tl.max_contiguous(tl.arange(0, BLOCK_D // PARTS), MOST)
     return load_words(kv, kv_offsets(page, slot, kv, head, d, VEC, IS_VALUE), PARTS, HEAD_DIM, BLOCK_D)
 
 

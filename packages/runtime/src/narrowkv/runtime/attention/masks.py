@@ -28,9 +28,13 @@ def query_ranges(q, seqs, batch, claimed):
     known = begins & (end >= 0) & (end <= q.num_tokens)
     # Of 64 bits, too: what passes the test fits in 32.
     begin = tl.maximum(tl.where(begins, begin, 0).to(tl.int32), claimed)
-    # A running maximum: the interpreter is slow at scans.
-    begin = tl.max(tl.where(seqs[:, None] <= seqs[None, :], begin[:, None], 0), 0)
-    return begin, tl.where(known, tl.maximum(end.to(tl.int32) - begin, 0), 0), tl.max(begin, 0)
+    end = end.to(tl.int32)
+    # Starts in order are their own running maximum, for the end of a sequence is the next one's start.
+    unordered = inside & ~(known & (end >= begin))
+    if tl.max(unordered.to(tl.int32), 0) > 0:
+        # The interpreter is slow at scans.
+        begin = tl.max(tl.where(seqs[:, None] <= seqs[None, :], begin[:, None], 0), 0)
+    return begin, tl.where(known, tl.maximum(end - begin, 0), 0), tl.max(begin, 0)
 
 
 @triton.jit

@@ -239,6 +239,7 @@ def shipped(target: str = "") -> list[IndexCase]:
     ]
     ways += [IndexCase(q="fp8_e4m3fnuz", lens=(70, 5))]
     ways += [IndexCase(head_dim=256, lens=(70, 5), format=fmt, q=fmt) for fmt in FORMATS]
+    ways += [IndexCase(head_dim=256, num_heads=128, lens=(70, 5), format="fp4_e2m1", q="fp8_e4m3fn")]
     return ways + [replace(ways[6], num_heads=heads) for heads in (12, 32, 128)]
 
 
