@@ -83,7 +83,7 @@ test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vL
 	$(MAKE) --jobs=2 --output-sync=line --keep-going in-vllm in-sglang in-transformers
 
 in-vllm: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm_flags.py test_vllm_slots.py test_vllm_layers.py test_vllm.py test_vllm_ranks.py test_vllm_virtual.py test_packers.py test_packers_vllm.py) $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm_flags.py test_vllm_slots.py test_vllm_layers.py test_vllm_fusion.py test_vllm.py test_vllm_ranks.py test_vllm_virtual.py test_packers.py test_packers_vllm.py) $(ARGS)
 	TRITON_INTERPRET=1 $(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_vllm.py $(ARGS)
 	# By itself: vLLM's search for kernels in all modules fails on llvmlite's, which n-grams bring in.
 	$(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_vllm_latent.py $(ARGS)

@@ -180,10 +180,16 @@ class NarrowLatentAttention(MLACommonImpl):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        *skip_scale: bool,
     ) -> None:
-        """Stores the rows of new tokens, by vLLM's own operation where it is compiled."""
+        """Stores the rows of new tokens, by vLLM's own operation where it is compiled.
+
+        From vLLM 0.33 on `skip_scale` says whether the scale is 1.
+        """
         if kv_cache.numel() == 0 or hasattr(torch.ops._C_cache_ops, "concat_and_cache_mla"):
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+            super().do_kv_cache_update(
+                kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *skip_scale
+            )
             return
         slots = slot_mapping.flatten()
         count = slots.shape[0]
