@@ -124,6 +124,8 @@ def programs_at_once(target: Target, config: SparseConfig, paged: bool) -> int:
     rows with one scale 542 us instead of 682, V4's 548 instead of 875; bf16 rows 562 and 565.
     """
     most = 32 if target.is_amd else 16 if target.is_nvidia and config.kernel == "fused" else 0
+    if config.family == "hopper":
+        most = 0  # its programs fill a multiprocessor
     shipped = 2 if paged and config.block_h <= most else 1
     return target.compute_units * (config.fill or shipped)
 

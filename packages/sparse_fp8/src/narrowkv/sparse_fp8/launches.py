@@ -171,6 +171,7 @@ def _hopper_kernel(
         _SLACK[query.dtype],
         _HEADROOM[query.dtype],
         *few_heads_registers(config.block_h, rows[0].is_quantized),
+        call.PAGES,
     )
     return kernel, {"CALL": constexprs}
 

@@ -236,7 +236,8 @@ def make_plan(
         v4_rows = query.scale_group == 64 and LAYOUTS[query.layout].quantized < HEAD_DIM
         fp8_qk = len(kinds) == 1 and v4_rows and route_of(target, query) != BITS
     specialised = None
-    plain = compiled and not batch_invariant and pages is None
+    # The kernels for CDNA read no page table.
+    plain = compiled and not batch_invariant and (pages is None or not target.is_amd)
     if plain and suits_specialised(mode, target, query, prefix, extend):
         specialised = specialised_config(
             target, kernel=kernel, num_heads=num_qo_heads, layouts=layouts, two_sources=len(rows) > 1

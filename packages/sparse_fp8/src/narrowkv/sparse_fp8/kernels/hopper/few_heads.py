@@ -33,13 +33,16 @@ from narrowkv.runtime.launch.gluon import reinterpret
 from narrowkv.sparse_fp8.kernels.hopper.fp8 import _widen, _words
 from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _arguments,
+    _causal,
     _copy_query,
     _copy_rows,
+    _item_rows,
     _load_spans,
     _locate_rows,
     _make_writes_visible,
     _place_item,
     _select_source,
+    _sinks,
     _tile_indices,
 )
 from narrowkv.sparse_fp8.kernels.results import SIZES
@@ -125,7 +128,7 @@ def _gather_wide_warps(
     index = _tile_indices(args, item, tile, r, CALL)
     count = 0
     while number < args.num_items:
-        live, at, _, _ = _locate_rows(args, first, index, CALL)
+        live, at, _, _ = _locate_rows(args, first, _item_rows(args, item, tile, r, index, CALL), CALL)
         base = _select_source(first, args.prefix.nope, args.extend.nope, CALL)
         number, tile, item, spans, first, index = _next_tile(args, number, tile, item, spans, r, CALL)
         stage = count % CALL.STAGES
@@ -214,12 +217,14 @@ def _gather_fp8_warps(
     item, spans = _first_item(args, CALL)
     first = item[8] > 0
     index = _tile_indices(args, item, tile, r, CALL)
+    index = _item_rows(args, item, tile, r, index, CALL)
     narrow, scales, rope_at, live = _load_rows(args, first, index, WORDS, CALL)
     rope = _select_source(first, args.prefix.rope, args.extend.rope, CALL)
     loaded = number
     number, tile, item, spans, first, index = _next_tile(args, number, tile, item, spans, r, CALL)
     count = 0
     while loaded < args.num_items:
+        index = _item_rows(args, item, tile, r, index, CALL)
         next_narrow, next_scales, next_rope_at, next_live = _load_rows(args, first, index, WORDS, CALL)
         next_rope = _select_source(first, args.prefix.rope, args.extend.rope, CALL)
         loaded = number
@@ -317,7 +322,7 @@ def _score_warps(args, shared, CALL: gl.constexpr):
     for number in range(gl.program_id(0), args.num_items, gl.num_programs(0)):
         # The loop over tiles is a while loop: Triton 3.6 lost a loop-carried number whose only use is the
         # bound of an inner range.
-        last = count + item[3]
+        begun, last, current = count, count + item[3], item
         following = number + gl.num_programs(0)
         item = _item(args, spans, following, CALL)
         spans = _spans(args, following + gl.num_programs(0), CALL)
@@ -335,8 +340,9 @@ def _score_warps(args, shared, CALL: gl.constexpr):
             )
             masked = shared.bias.index(stage).load(gl.SliceLayout(1, SCORES))
             s = warpgroup_mma_wait(0, deps=[s])
+            s = _causal(s * args.qk_scale + masked[:, None], current, count - begun, 1, CALL)
             m, parts = _softmax_columns(
-                s * args.qk_scale + masked[:, None], m, parts,
+                s, m, parts,
                 shared.tops, shared.numerators.index(stage), shared.corrections.index(stage), CALL,
             )  # fmt: skip
             _make_writes_visible()
@@ -374,10 +380,7 @@ def _store_item(acc, m, l, args, item, CALL: gl.constexpr):
         places = partials.acc + ((slot + columns)[None, :] * 512 + d[:, None])
         gl.store(places, gl.convert_layout(acc, OUT), mask=stored)
     else:
-        if CALL.HAS_SINK:
-            sink = gl.load(out.sink + heads, mask=mask, other=float("-inf"))
-        else:
-            sink = gl.full([m.shape[0]], float("-inf"), gl.float32, m.type.layout)
+        sink = _sinks(out, heads, mask, CALL)
         if CALL.WRITE_LSE:
             gl.store(
                 out.lse + token.to(gl.int64) * out.stride_lt + heads * out.stride_lh,
