@@ -240,7 +240,12 @@ def make_plan(
     plain = compiled and not batch_invariant and (pages is None or not target.is_amd)
     if plain and suits_specialised(mode, target, query, prefix, extend):
         specialised = specialised_config(
-            target, kernel=kernel, num_heads=num_qo_heads, layouts=layouts, two_sources=len(rows) > 1
+            target,
+            kernel=kernel,
+            num_heads=num_qo_heads,
+            head_dim=query.head_dim,
+            layouts=layouts,
+            two_sources=len(rows) > 1,
         )
     portable = choose_config(
         target, kernel=kernel, num_heads=num_qo_heads, head_dim=query.head_dim, fp8_qk=fp8_qk,
@@ -266,7 +271,7 @@ def suits_specialised(
     if mode == "prepass":
         # Rows that are not widened to scratch memory are read from their source.
         rows = [each for each in rows if not each.is_quantized]
-    if query.head_dim != HEAD_DIM or not all(each.aligned for each in rows):
+    if (target.is_amd and query.head_dim != HEAD_DIM) or not all(each.aligned for each in rows):
         return False
     if mode != "fused":
         return query.is_quantized or query.aligned
@@ -278,8 +283,11 @@ def suits_specialised(
         return all(each.quantized < HEAD_DIM for each in layouts) and (native or target.name == "gfx942")
     kinds = {(each.quantized, each.values, each.scale, each.scale_copies) for each in layouts}
     own_scales = all(each.scale_group == layout.group for each, layout in zip(rows, layouts, strict=True))
-    powers_of_two = layouts[0].scale != "fp32"
-    return native and len(kinds) == 1 and own_scales and layouts[0].group in (32, 64) and powers_of_two
+    alike = native and own_scales and len(kinds) == 1
+    first = layouts[0]
+    if first.scales_stay_apart:
+        return alike and len(rows) == 1 and first.values == "fp8" and first.group >= 128
+    return alike and first.group in (32, 64) and first.head_dim == HEAD_DIM
 
 
 def check_formats(mode: str, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None) -> None:

@@ -39,6 +39,7 @@ class HopperCall(NamedTuple):
     far below one the largest lies when the reference of the logits is updated.
     SCORE_REGISTERS, GATHER_REGISTERS: registers of a thread, in the kernel for few heads.
     PAGES: `PagedForm` if a page table names the rows; the prefix is then the only source.
+    HEAD_DIM: columns of Q and K; only the kernel for few heads takes more than 512.
     """
 
     NUM_HEADS: Any
@@ -57,7 +58,8 @@ class HopperCall(NamedTuple):
     HEADROOM: Any
     SCORE_REGISTERS: Any
     GATHER_REGISTERS: Any
-    PAGES: Any = None
+    PAGES: Any
+    HEAD_DIM: Any
 
 
 class HopperArguments(NamedTuple):
