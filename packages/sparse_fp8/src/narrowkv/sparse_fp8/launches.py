@@ -140,7 +140,7 @@ def _kernel_of(
 
 def _only_few_heads(rows: RowsFormat, call: SparseSpec) -> bool:
     """Whether only Hopper's kernel for few heads reads these rows."""
-    return call.HEAD_DIM > HEAD_DIM or (rows.is_quantized and LAYOUTS[rows.layout].scales_stay_apart)
+    return call.HEAD_DIM > HEAD_DIM or (rows.is_quantized and LAYOUTS[rows.layout].has_one_scale)
 
 
 def _hopper_kernel(

@@ -195,15 +195,12 @@ def _load_scales(base, at, live, STORED: gl.constexpr):
 
 @gluon.jit
 def _scale(scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr):
-    """The scales of a tile of 64 columns, `[rows, 1]`, or `[rows, 16]`, one for each word of values.
-
-    In bf16, but for scales that are no powers of two, which stay in fp32.
-    """
+    """The scales of a tile of 64 columns: bf16 `[rows, 1]`, or `[rows, 16]`, one for each word of values."""
     BYTE: gl.constexpr = TILE * 64 // STORED.GROUP * STORED.STEP
     if STORED.SCALE == "tensor":
         scale = gl.full([scales[0].shape[0], 1], 1.0, gl.bfloat16, WORDS)  # it multiplies scores and results
     elif STORED.SCALE != "e8m0":
-        scale = scales[TILE * 64 // STORED.GROUP].to(gl.float32, bitcast=True)[:, None]
+        scale = scales[TILE].to(gl.float32, bitcast=True)[:, None]
     elif STORED.GROUP == 64:
         scale = e8m0_to_fp32(scales[BYTE // 4] >> (BYTE % 4 * 8) & 0xFF)[:, None]
     else:
@@ -212,55 +209,13 @@ def _scale(scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr
         pair = scales[BYTE // 4] >> (BYTE % 4 * 8)
         byte = gl.where(second[None, :], (pair >> 8)[:, None], pair[:, None]) & 0xFF
         scale = e8m0_to_fp32(byte)
-    if STORED.SCALE == "fp32":
-        return scale
-    else:
-        return scale.to(gl.bfloat16)
-
-
-@gluon.jit
-def _widen_words_rounded(words, scale):
-    """int32 words of four E4M3 times fp32 scales, rounded: int32 words of two bf16, the low and the high."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-            .reg .b16 p, q, a, b;
-            .reg .b32 x, y;
-            .reg .f32 f, g;
-            mov.b32 {p, q}, $2;
-            cvt.rn.f16x2.e4m3x2 x, p;
-            cvt.rn.f16x2.e4m3x2 y, q;
-            mov.b32 {a, b}, x;
-            cvt.f32.f16 f, a;
-            cvt.f32.f16 g, b;
-            mul.f32 f, f, $3;
-            mul.f32 g, g, $3;
-            cvt.rn.bf16x2.f32 $0, g, f;
-            mov.b32 {a, b}, y;
-            cvt.f32.f16 f, a;
-            cvt.f32.f16 g, b;
-            mul.f32 f, f, $3;
-            mul.f32 g, g, $3;
-            cvt.rn.bf16x2.f32 $1, g, f;
-        }
-        """,
-        "=&r,=r,r,r",
-        [words, scale],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
+    return scale.to(gl.bfloat16)
 
 
 @gluon.jit
 def _widen_part(narrow, scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr):
     """64 columns as stored, int32 words `[rows, 16]`, times their scales: words `[rows, 32]` of two bf16."""
-    scale = _scale(scales, TILE, STORED, WORDS)
-    if STORED.SCALE == "fp32":
-        low, high = _widen_words_rounded(narrow[TILE], scale)
-        return gl.reshape(gl.join(low, high), [narrow[TILE].shape[0], 32])
-    else:
-        return _widen(narrow[TILE], scale)
+    return _widen(narrow[TILE], _scale(scales, TILE, STORED, WORDS))
 
 
 @gluon.jit
