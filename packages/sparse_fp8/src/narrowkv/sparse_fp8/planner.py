@@ -262,10 +262,10 @@ def suits_specialised(
 ) -> bool:
     """Whether the kernels for families of targets can read rows and a query that are stored in these ways.
 
-    They copy 16 bytes at once. FP8 rows they widen to bf16, by power-of-two scales, or by none if all rows have
-    one; a quantised query is widened first, whatever its layout. Those for Hopper and for gfx950 take FP8 that
-    the hardware converts. Those for Hopper read both sources one way but for their pages, with the layout's own
-    scales; those for CDNA take DeepSeek-V4's rows, in layouts and formats of their own.
+    They copy 16 bytes at once. FP8 rows they widen to bf16, by power-of-two scales, or by none if all rows
+    have one; a quantised query is widened first, whatever its layout. Those for Hopper and for gfx950 take
+    FP8 that the hardware converts. Those for Hopper read both sources one way but for their pages, with the
+    layout's own scales; those for CDNA take DeepSeek-V4's rows, in layouts and formats of their own.
     """
     rows = [each for each in (prefix, extend) if each is not None]
     if mode == "prepass":
