@@ -120,6 +120,29 @@ def test_the_calls_of_the_gpu_tests_copy_16_bytes_at_once(
         assert len(re.findall(r"ld\.global\.v4", ptx)) >= 20
 
 
+@pytest.mark.parametrize(
+    ("layout", "heads", "q_len", "page_size", "name"),
+    [
+        ("bf16", 12, 1, 64, "few_heads"), ("bf16", 128, 1, 16, "few_heads"),
+        ("tensor576", 6, 2, 64, "few_heads"), ("tensor576", 12, 1, 1, "few_heads"),
+        ("tensor512", 16, 1, 64, "few_heads"),
+        ("packed584", 12, 1, 64, "few_heads"), ("packed584", 12, 4, 16, "hopper_fp8"),
+        ("record656", 12, 1, 64, "fused"),
+    ],
+)  # fmt: skip
+def test_latent_decode_takes_the_kernels_of_sparse_decode(
+    layout: str, heads: int, q_len: int, page_size: int, name: str, sm90_code: Any
+) -> None:
+    case = LatentCase(
+        layout=layout, num_qo_heads=heads, q_len=q_len, page_size=page_size, lens=(300, 5), splits=1
+    )
+    case.inputs().call()
+    (kernel,) = sm90_code.kernels
+    assert kernel.name == f"_sparse_{name}_kernel"
+    for loop in kernel.product_loops():
+        assert len(re.findall(r"\b(?:STL|LDL)\b", "\n".join(loop))) <= 2  # as over index lists
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("heads", [12, 24, 40, 128])
 @pytest.mark.parametrize("layout", ["bf16", "tensor576", "record656", "packed584"])

@@ -107,7 +107,10 @@ def sparse_attention() -> Table:
                 target, kernel=kernel, num_heads=heads, fp8_qk=fp8_qk, fp16_query=fp16, layouts=layouts
             )
             yield title, f"{heads}{call}", described(config)
-            own = sparse.specialised_config(target, kernel=kernel, num_heads=heads, layouts=layouts)
+            columns = max((one.head_dim for one in layouts), default=512)
+            own = sparse.specialised_config(
+                target, kernel=kernel, num_heads=heads, head_dim=columns, layouts=layouts
+            )
             if own is not None and not call:
                 yield title, f"{heads} own", described(own)
 

@@ -23,7 +23,7 @@ W = SageCase.small
 
 def flags_of(case: SageCase, sizes: tuple[int, int], device: torch.device | str) -> torch.Tensor:
     """A random mask of half the blocks; the first block of queries of head 0 attends to nothing."""
-    blocks = -(-case.q_lens[0] // sizes[0]), -(-case.k_lens[0] // sizes[1])
+    blocks = -(-max(case.q_lens) // sizes[0]), -(-max(case.k_lens) // sizes[1])
     random = torch.Generator().manual_seed(7)
     heads = case.num_kv_heads * case.gqa_ratio
     flags = torch.rand(len(case.q_lens), heads, *blocks, generator=random) < 0.5
@@ -46,6 +46,12 @@ CASES: dict[str, tuple[tuple[int, int], SageCase, dict[str, Any]]] = {
     "int4, head_dim 128": (
         (128, 64), W(q_lens=(140,), k_lens=(200,), head_dim=128, gqa_ratio=1), {"qk_dtype": "int4"},
     ),
+    "ragged": (
+        (128, 64), W(q_lens=(140, 0, 300), k_lens=(260, 70, 64), ragged=True), {"causal": "bottom_right"},
+    ),
+    "ragged blocks of several tiles, a window": (
+        (256, 128), W(q_lens=(300, 17), k_lens=(130, 300), ragged=True, gqa_ratio=1), {"window": (100, 30)},
+    ),
     "no keys": ((128, 64), W(q_lens=(140,), k_lens=(0,), gqa_ratio=1), {}),
 }  # fmt: skip
 
@@ -55,7 +61,9 @@ CASES: dict[str, tuple[tuple[int, int], SageCase, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_mask_against_the_reference(name: str, place: Place) -> None:
     sizes, case, options = CASES[name]
-    q, k, v, *_ = case.build(place.device)
+    q, k, v, *starts = case.build(place.device)
+    if case.ragged:
+        options = {**options, "cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
     flags = flags_of(case, sizes, place.device)
     masked = {**options, "block_mask": flags, "block_sizes": sizes}
     out = torch.full_like(q, math.nan)
@@ -70,8 +78,21 @@ def test_a_block_mask_against_the_reference(name: str, place: Place) -> None:
     lse_bound = LSE_BOUND + short_sum_error(plan, q, k)
     assert_agrees((o, lse), (expected, sums), bound=bound, lse_bound=lse_bound)
     assert torch.equal(lse == -math.inf, sums == -math.inf)
-    assert bool((o[0, : sizes[0], 0] == 0).all())
-    assert bool((lse[0, : sizes[0], 0] == -math.inf).all())
+    first = (slice(min(sizes[0], case.q_lens[0])), 0) if case.ragged else (0, slice(sizes[0]), 0)
+    assert bool((o[first] == 0).all())
+    assert bool((lse[first] == -math.inf).all())
+
+
+def test_blocks_past_a_ragged_mask_are_masked(device: str) -> None:
+    case = W(q_lens=(300, 100), k_lens=(200, 300), ragged=True)
+    q, k, v, *starts = case.build(device)
+    options = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "return_lse": True}
+    whole = flags_of(case, (128, 64), device)
+    whole[:, :, 2:], whole[..., 3:] = False, False
+    expected = sage_attention(q, k, v, block_mask=whole, block_sizes=(128, 64), **options)
+    found = sage_attention(q, k, v, block_mask=whole[:, :, :2, :3], block_sizes=(128, 64), **options)
+    assert all(map(torch.equal, found, expected))
+    assert bool((found[0][256:300] == 0).all())
 
 
 def test_one_block_is_attention_to_its_keys_alone(device: str) -> None:
@@ -188,5 +209,8 @@ def test_masks_and_plans_that_do_not_fit_are_refused() -> None:
         masked.attend(q, kv)
     with pytest.raises(ValueError, match="block_mask must have shape"):
         masked.attend(q[:, :100], kv, block_mask=flags)
-    with pytest.raises(ValueError, match="must come without cu_seqlens"):
-        sage_attention(q[0], k[0], v[0], cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, block_mask=flags)
+    starts = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}
+    for shape in ((1, 2, 3, 2), (1, 2, 2, 0)):
+        flags = torch.ones(shape, dtype=torch.bool)
+        with pytest.raises(ValueError, match="block_mask must have 1 to 2 blocks on axis"):
+            sage_attention(q[0], k[0], v[0], block_mask=flags, **starts)

@@ -47,6 +47,21 @@ def test_the_result_is_that_of_the_quantising_operation(qk_dtype, granularity, d
     assert torch.equal(found_lse, lse)
 
 
+@pytest.mark.parametrize("qk_dtype", ["int8", "fp8"])
+def test_a_block_mask_masks_what_it_masks_of_the_quantising_operation(qk_dtype, device):
+    q, k, v = tensors(device)
+    flags = torch.tensor([[1, 0, 1], [0, 1, 0]], dtype=torch.bool, device=device)
+    how = {"qk_dtype": qk_dtype, "return_lse": True, "block_sizes": (128, 64)}
+    how |= {"block_mask": flags[:, None, None].expand(B, HEADS, 1, 3)}
+    expected = sage_attention(q, k, v, smooth_k=False, **how)
+    operands = quantised(q, k, v, qk_dtype, "per_thread")
+    assert all(map(torch.equal, sage_attention_quantized(operands, **how), expected))
+    plain = sage_attention_quantized(operands, qk_dtype=qk_dtype)
+    assert not torch.equal(plain, expected[0])
+    with pytest.raises(ValueError, match="block_mask must have shape"):
+        sage_attention_quantized(operands, block_mask=flags)
+
+
 def test_padding_layouts_and_column_major_values_change_nothing(device):
     q, k, v = tensors(device)
     given = quantised(q, k, v, "int8", "per_thread")

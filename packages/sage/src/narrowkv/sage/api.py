@@ -155,8 +155,6 @@ def _plan(
         raise ValueError(f"sm_scale must not be negative, got {given.sm_scale}")
     sizes = given.block_sizes
     if sizes is not None:
-        if shape.ragged:
-            raise ValueError("a block mask must come without cu_seqlens: it is for sequences of one length")
         sizes = check_block_sizes(sizes)
     window = None if given.window is None else (given.window[0], given.window[1])
     options = SageArguments(**given.planned | {"window": window, "block_sizes": sizes})

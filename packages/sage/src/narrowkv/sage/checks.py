@@ -99,7 +99,16 @@ def check_block_mask(
         raise ValueError(f"block_mask must be given: the plan is for blocks of {sizes[0]} x {sizes[1]}")
     check_dtype("block_mask", block_mask, _FLAGS)
     blocks = (-(-shape.q_tokens // sizes[0]), -(-shape.k_tokens // sizes[1]))
-    check_shape("block_mask", block_mask, (shape.batch, shape.num_qo_heads, *blocks))
+    if not shape.ragged:
+        check_shape("block_mask", block_mask, (shape.batch, shape.num_qo_heads, *blocks))
+        return block_mask
+    check_shape("block_mask", block_mask, (shape.batch, shape.num_qo_heads, "query blocks", "key blocks"))
+    for axis, most in zip((2, 3), blocks, strict=True):
+        if not 1 <= block_mask.shape[axis] <= max(most, 1):
+            raise ValueError(
+                f"block_mask must have 1 to {max(most, 1)} blocks on axis {axis}, which all tokens fill, "
+                f"got {block_mask.shape[axis]}"
+            )
     return block_mask
 
 

@@ -162,8 +162,10 @@ def blocks_of_statistics(plan: SageSettings, size: SageShape) -> dict[str, Block
     return found
 
 
-def blocks_of_queries(plan: SageSettings, size: SageShape, *, lse: bool = True) -> dict[str, Block]:
-    """Scratch of a call's quantised Q, by name."""
+def blocks_of_queries(
+    plan: SageSettings, size: SageShape, *, lse: bool = True, block_mask: torch.Tensor | None = None
+) -> dict[str, Block]:
+    """Scratch of a call's quantised Q, by name; without its block mask that of the largest one."""
     heads, rows = size.num_qo_heads, size.rows(size.q_tokens)
     blocks = rows // ROW_ALIGNMENT
     found: dict[str, Block] = {
@@ -179,12 +181,30 @@ def blocks_of_queries(plan: SageSettings, size: SageShape, *, lse: bool = True) 
         found["mean_scores"] = ((heads, blocks, size.rows(size.k_tokens)), torch.float32)
     if plan.smooth_k and lse:
         found["shift"] = ((heads, rows), torch.float32)
-    if plan.block_sizes is not None:
-        lists = (size.batch * heads, -(-size.q_tokens // plan.block_sizes[0]))
-        tiles = -(-size.k_tokens // plan.config.block_n)
-        found["listed_tiles"] = ((*lists, tiles), torch.int32)
-        found["tiles_before"] = ((*lists, tiles + 1), torch.int32)
-    return found
+    return found | blocks_of_lists(plan, size, block_mask)
+
+
+def blocks_of_lists(plan: SageSettings, size: SageShape, block_mask: torch.Tensor | None) -> dict[str, Block]:
+    """Scratch of the lists of key tiles, by name; without a call's block mask that of the largest one."""
+    if plan.block_sizes is None:
+        return {}
+    q_blocks, k_tiles = _sizes_of_lists(plan, size, block_mask)
+    lists = (size.batch * size.num_qo_heads, q_blocks)
+    return {
+        "listed_tiles": ((*lists, k_tiles), torch.int32),
+        "tiles_before": ((*lists, k_tiles + 1), torch.int32),
+    }
+
+
+def _sizes_of_lists(plan: SageSettings, size: SageShape, block_mask: torch.Tensor | None) -> tuple[int, int]:
+    """Blocks of queries of a sequence, and key tiles that may be listed for one; 0 without a block mask."""
+    if plan.block_sizes is None:
+        return 0, 0
+    block_q, block_k = plan.block_sizes
+    tiles = -(-size.k_tokens // plan.config.block_n)
+    if block_mask is None:
+        return -(-size.q_tokens // block_q), tiles
+    return block_mask.shape[2], min(tiles, block_mask.shape[3] * (block_k // plan.config.block_n))
 
 
 def _codes_block(format_name: str, rows: tuple[int, int], channels: int) -> Block:
@@ -403,13 +423,13 @@ def list_tiles(
     """The step that lists the key tiles of each block of queries, where the plan has a block mask."""
     if plan.block_sizes is None or block_mask is None:
         return []
-    strides, q_blocks = block_mask.stride(), block_mask.shape[2]
+    strides, (q_blocks, k_tiles) = block_mask.stride(), _sizes_of_lists(plan, size, block_mask)
     return [
         launch_by_name(
             _tile_lists(plan, plan.block_sizes), (size.batch * size.num_qo_heads * q_blocks,),
             mask_ptr=Arg("block_mask"), mask_batch=strides[0], mask_head=strides[1], mask_q_block=strides[2],
             mask_k_block=strides[3], lists=_lists(plan, memory), num_heads=size.num_qo_heads,
-            q_blocks=q_blocks, k_tiles=-(-size.k_tokens // plan.config.block_n),
+            q_blocks=q_blocks, k_tiles=k_tiles,
         )
     ]  # fmt: skip
 
@@ -422,10 +442,16 @@ def _lists(plan: SageSettings, memory: Memory) -> TileLists | None:
 
 
 def attend(
-    plan: SageSettings, size: SageShape, out: torch.Tensor, lse: torch.Tensor | None, memory: Memory
+    plan: SageSettings,
+    size: SageShape,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    memory: Memory,
+    block_mask: torch.Tensor | None = None,
 ) -> KernelLaunch:
     """Attention over the results of the pre-pass, into tensors with these strides, `lse` `[..., heads]`."""
     config = plan.config
+    q_blocks, k_tiles = _sizes_of_lists(plan, size, block_mask)
     rows, k_rows = size.rows(size.q_tokens), size.rows(size.k_tokens)
     tiles = -(-(rows if size.ragged else size.q_tokens) // config.block_m)
     items = size.num_qo_heads * (1 if size.ragged else size.batch)
@@ -457,7 +483,7 @@ def attend(
         q_bounds_ptr=memory.get("q_bounds"), k_bounds_ptr=memory.get("k_bounds"),
         qk_scale=plan.sm_scale * _LOG2E * codes, num_heads=size.num_qo_heads, batch=size.batch,
         q_length=size.q_tokens, k_length=size.k_tokens, items=items, tiles=tiles, together=together,
-        lse_batch=steps[0], lse_token=steps[1], lse_head=steps[2],
+        lse_batch=steps[0], lse_token=steps[1], lse_head=steps[2], q_blocks=q_blocks, k_tiles=k_tiles,
     )  # fmt: skip
 
 

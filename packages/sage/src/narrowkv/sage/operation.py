@@ -237,7 +237,12 @@ class SagePlan(launches.SageSettings):
         return given
 
     def attend_codes(
-        self, codes: Mapping[str, Any], kv: QuantizedKV, out: torch.Tensor, lse: torch.Tensor | None
+        self,
+        codes: Mapping[str, Any],
+        kv: QuantizedKV,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        block_mask: torch.Tensor | None = None,
     ) -> None:
         """Attention of a quantised query of the plan's size, for callers that have checked it.
 
@@ -245,12 +250,16 @@ class SagePlan(launches.SageSettings):
             codes: "q_codes" and "q_descale" as `narrowkv.sage.launches.blocks_of_queries` shapes them.
             kv: quantised keys and values.
             out, lse: where to write, `[batch, q_len, num_qo_heads, head_dim]` and without head_dim.
+            block_mask: as for `attend`, checked.
         """
         memory = {**codes, **kv.arguments}
+        for name, (shape, dtype) in launches.blocks_of_lists(self, self.shape, block_mask).items():
+            memory[name] = torch.empty(shape, dtype=dtype, device=self.device)
         if self.config.tma and kv.k.numel():
             memory["k_desc"], memory["v_desc"] = kv.descriptors(self.config.block_n)
-        step = launches.attend(self, self.shape, out, lse, memory)
-        PreparedCall(None, [step]).run(out=out, lse=lse)
+        steps = launches.list_tiles(self, self.shape, block_mask, memory)
+        steps.append(launches.attend(self, self.shape, out, lse, memory, block_mask))
+        PreparedCall(None, steps).run(out=out, lse=lse, block_mask=block_mask)
 
     def attend_in_16_bits(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
@@ -305,7 +314,8 @@ class SagePlan(launches.SageSettings):
         self._check_results(given)
         size = self._size_of_call(batch, tokens, keys.k_tokens)
         writes_lse = given.return_lse or given.lse is not None
-        blocks = launches.blocks_of_queries(self, size, lse=writes_lse)
+        mask = self.check_blocks(given.block_mask, size)
+        blocks = launches.blocks_of_queries(self, size, lse=writes_lse, block_mask=mask)
         if kv is None:
             blocks |= launches.blocks_of_keys(self, size) | launches.blocks_of_statistics(self, size)
         memory, scratch_bytes = self.scratch(blocks)
@@ -318,7 +328,7 @@ class SagePlan(launches.SageSettings):
             memory |= {name: Arg(name) for name, value in kv.arguments.items() if value is not None}
             memory |= {"k_desc": Arg("k_desc"), "v_desc": Arg("v_desc")}
             k = kv.k_source
-        steps += launches.list_tiles(self, size, self._check_blocks(given.block_mask, size), memory)
+        steps += launches.list_tiles(self, size, mask, memory)
         # Results that calls allocate have the strides of these.
         out, lse = given.out, given.lse
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -327,7 +337,7 @@ class SagePlan(launches.SageSettings):
         if lse is not None and options.layout == "BHSD" and lse.dim() == 3:
             lse = lse.transpose(1, 2)
         steps += launches.quantise_queries(self, size, viewed, k, memory, lse=writes_lse)
-        steps.append(launches.attend(self, size, self._viewed(out), lse, memory))
+        steps.append(launches.attend(self, size, self._viewed(out), lse, memory, mask))
         return Prepared(
             launches=PreparedCall(None, steps if q.numel() else []),
             out=(q.shape, q.dtype),
@@ -379,7 +389,7 @@ class SagePlan(launches.SageSettings):
             inputs |= {"k": kv.k, "v": kv.v, "K as it came": kv.k_source}
         refuse_overlap(given.out, given.lse, inputs)
 
-    def _check_blocks(self, block_mask: torch.Tensor | None, size: SageShape) -> torch.Tensor | None:
+    def check_blocks(self, block_mask: torch.Tensor | None, size: SageShape) -> torch.Tensor | None:
         """The block mask of a call of this size, once it is checked."""
         checked = check_block_mask(block_mask, self.block_sizes, size)
         if checked is not None:

@@ -60,7 +60,8 @@ class SageAttendOptions(TypedDict, total=False):
         block_mask: which blocks of keys each block of queries attends to, `[batch, num_qo_heads,
             ceil(q_len / block_sizes[0]), ceil(k_len / block_sizes[1])]`, bool, uint8, int8 or int32, any
             strides: 0 masks a block, anything else shows it to the extent that `causal` and `window` do.
-            Masked blocks are not read. Not with cu_seqlens. Its values may change between calls of a plan.
+            Masked blocks are not read. Its values may change between calls of a plan. With cu_seqlens the
+            last two axes are blocks of the longest sequence, or fewer: blocks past them are masked.
         validate: also read cu_seqlens and refuse wrong values, which waits for the device. Otherwise a token
             belongs to the first sequence that claims it, and a sequence with an entry outside the tensor has
             no tokens: nothing is read or written outside the tensors. Tokens of no sequence have no result.

@@ -18,7 +18,7 @@ from narrowkv.runtime.errors import (
 )
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.scales import check_scales
-from narrowkv.sage.api import plan_sage
+from narrowkv.sage.api import block_sizes_of, plan_sage
 from narrowkv.sage.checks import LAYOUTS
 from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.shapes import ROW_ALIGNMENT, QuantizedKV, SageShape
@@ -67,6 +67,8 @@ def sage_attention_quantized(
     sm_scale: float | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     return_lse: bool = False,
+    block_mask: torch.Tensor | None = None,
+    block_sizes: tuple[int, int] | None = None,
     validate: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sage_attention` without its quantisation. Codes are copied once, into the order that the kernel reads.
@@ -80,6 +82,7 @@ def sage_attention_quantized(
         q_granularity, k_granularity, causal, window, sm_scale: as for `sage_attention`.
         out_dtype: bf16 or fp16.
         return_lse: also return the log-sum-exp.
+        block_mask, block_sizes: as for `sage_attention`.
         validate: None reads the values of the descales, which waits for the device, unless these tensors were
             read before and have not changed since; True reads them in any case; False does not.
 
@@ -107,8 +110,10 @@ def sage_attention_quantized(
     plan = plan_sage(
         SageShape(batch, q_len, k_len, heads, kv_heads, head_dim, ragged=False), qk_dtype=qk_dtype,
         q_granularity=q_granularity, k_granularity=k_granularity, causal=causal, window=window,
-        smooth_k=False, sm_scale=sm_scale, device=q.device,
+        smooth_k=False, sm_scale=sm_scale, block_sizes=block_sizes_of(block_mask, block_sizes),
+        device=q.device,
     )  # fmt: skip
+    block_mask = plan.check_blocks(block_mask, plan.shape)
     for name, x, wanted in (("q", q, plan.qk_format), ("k", k, plan.qk_format), ("v", v, plan.config.fp8)):
         check_dtype(name, x, (torch.uint8 if wanted == "int4" else get_format(wanted).storage_dtype,))
     k_descale = _of_groups("k_descale", operands.k_descale, plan.k_groups, k)
@@ -124,7 +129,7 @@ def sage_attention_quantized(
     o = torch.empty(batch, q_len, heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(o.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
     if o.numel():
-        plan.attend_codes(codes, keys, o, lse)
+        plan.attend_codes(codes, keys, o, lse, block_mask)
     o = o[..., :v_head_dim]
     if operands.layout == "BHSD":
         o, lse = o.transpose(1, 2), None if lse is None else lse.transpose(1, 2)

@@ -85,6 +85,9 @@ def _attend(
     if blocks is not None and plan.block_sizes is not None:
         q_block, k_block = plan.block_sizes
         visible = (blocks != 0).repeat_interleave(q_block, 1).repeat_interleave(k_block, 2)[:, :rows, :keys]
+        # Blocks past a ragged mask are masked.
+        missing = (0, keys - visible.shape[2], 0, rows - visible.shape[1])
+        visible = torch.nn.functional.pad(visible, missing)
     return attention_reference(
         q, k, v, torch.arange(rows, device=q.device) + (keys - rows if plan.mask.BOTTOM_RIGHT else 0),
         sm_scale=plan.sm_scale, logits_soft_cap=0.0, window_left=plan.mask.LEFT,

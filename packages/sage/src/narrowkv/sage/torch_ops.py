@@ -76,13 +76,16 @@ _OPERANDS = ("q", "k", "v", "q_descale", "k_descale", "v_descale")
 
 
 def _attend_quantized(*args: Any, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    *tensors, given = args
-    window = _pair(given, *_WINDOW)
+    *tensors, block_mask, given = args
+    window, block_sizes = _pair(given, *_WINDOW), _pair(given, *_BLOCKS)
     dtypes = [given.pop(f"{name}_dtype") for name in _OPERANDS[:3]]
     codes = [x.view(dtype) for x, dtype in zip(tensors, dtypes, strict=False)]
     names = ("q_len", "k_len", "layout", "column_major_v")
     operands = SageOperands(*codes, *tensors[3:], **{name: given.pop(name) for name in names})
-    o, lse = sage_attention_quantized(operands, window=window, **given, return_lse=return_lse)
+    o, lse = sage_attention_quantized(
+        operands, window=window, block_mask=block_mask, block_sizes=block_sizes, **given,
+        return_lse=return_lse,
+    )  # fmt: skip
     return o.contiguous(), lse.contiguous()
 
 
@@ -98,7 +101,8 @@ def _attended_quantized(tensors: Tensors, options: Mapping[str, Any]) -> Results
 
 
 _call_quantized = register(
-    "sage_attention_quantized", ", ".join(f"Tensor {name}" for name in _OPERANDS), _attend_quantized,
+    "sage_attention_quantized",
+    ", ".join((*(f"Tensor {name}" for name in _OPERANDS), "Tensor? block_mask")), _attend_quantized,
     _attended_quantized, into=False,
 )  # fmt: skip
 
@@ -110,13 +114,16 @@ def traced_quantized(
     window: tuple[int, int] | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     return_lse: bool = False,
+    block_mask: torch.Tensor | None = None,
+    block_sizes: tuple[int, int] | None = None,
     **options: object,
 ) -> Any:
     """`sage_attention_quantized` through its operator, which checks the arguments when it runs."""
     spelled = {
-        **_spelled_pair(window, *_WINDOW), "out_dtype": out_dtype, "q_len": operands.q_len,
+        **_spelled_pair(window, *_WINDOW), **_spelled_pair(block_sizes, *_BLOCKS), "out_dtype": out_dtype,
+        "q_len": operands.q_len,
         "k_len": operands.k_len, "layout": operands.layout, "column_major_v": operands.column_major_v,
         "q_dtype": operands.q.dtype, "k_dtype": operands.k.dtype, "v_dtype": operands.v.dtype, **options,
     }  # fmt: skip
-    tensors = [as_bytes(getattr(operands, name)) for name in _OPERANDS]
+    tensors = [*(as_bytes(getattr(operands, name)) for name in _OPERANDS), block_mask]
     return _call_quantized(tensors, spelled, return_lse=return_lse)

@@ -124,6 +124,8 @@ def programs_at_once(target: Target, config: SparseConfig, paged: bool) -> int:
     rows with one scale 542 us instead of 682, V4's 548 instead of 875; bf16 rows 562 and 565.
     """
     most = 32 if target.is_amd else 16 if target.is_nvidia and config.kernel == "fused" else 0
+    if config.family == "hopper":
+        most = 0  # its programs fill a multiprocessor
     shipped = 2 if paged and config.block_h <= most else 1
     return target.compute_units * (config.fill or shipped)
 
@@ -195,12 +197,16 @@ def _amd(num_stages: int = 1, num_warps: int = 4, **others: Any) -> LaunchOption
     return _options(num_warps, num_stages, matrix_instr_nonkdim=16, **others)
 
 
-# The kernels for Hopper. Facts: kernel, heads of a tile, fine_scales (for fewer than 64 columns).
+# The kernels for Hopper. Facts: kernel, heads of a tile, fine_scales (for fewer than 64 columns), head_dim,
+# few (only the kernel for few heads reads such rows).
 _HOPPER_ROWS = (
-    ConfigRow({"heads": 16}, SparseTile(64, _options(4, 1), stages=3),
+    ConfigRow({"heads": 16, "head_dim": HEAD_DIM}, SparseTile(64, _options(4, 1), stages=3),
         "Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4. H200, 1024 "
         "tokens, top-k 2048, microseconds. 16-bit rows, 16 heads: the kernel for few heads 350, the plain "
         "one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266"),
+    ConfigRow({"few": True}, SparseTile(64, _options(4, 1), stages=2),
+        "Q of 32 heads and two tiles of 576 columns take 193 of 227 KB; three tiles, or 64 heads, do not "
+        "fit"),
     ConfigRow({"heads": 32, "fine_scales": False}, SparseTile(64, _options(4, 1), stages=2),
         "H100, 32 heads over FP8 rows: with 512, 128, 32 and 8 tokens 304, 85, 43 and 30, the kernel for 64 "
         "heads 296, 85, 47 and 35. With scales for 32 columns, 128 tokens, 32 heads: 108, and 93 in the "
@@ -309,13 +315,15 @@ _GPU_ROWS = (
 )  # fmt: skip
 _CPU_ROWS = (ConfigRow({}, SparseTile(64, LaunchOptions())),)
 
-# Registers of a thread that computes scores, and of one that gathers, in Hopper's kernel for few heads.
-_FEW_HEADS_REGISTERS = {16: (128, 128), 32: (104, 112)}
+# Registers of a thread that computes scores, and of one that gathers, in Hopper's kernel for few heads over
+# FP8 rows, by heads of a tile and by whether no other kernel reads the rows: with 128 those that gather 576
+# columns would spill.
+_FEW_HEADS_REGISTERS = {(16, False): (128, 128), (16, True): (96, 152), (32, True): (80, 136)}
 
 
-def few_heads_registers(block_h: int, is_fp8: bool) -> tuple[int, int]:
+def few_heads_registers(block_h: int, is_fp8: bool, few: bool) -> tuple[int, int]:
     """Registers of a thread that computes scores, and of one that gathers, in the kernel for few heads."""
-    return _FEW_HEADS_REGISTERS.get(block_h, (104, 112)) if is_fp8 else (168, 168)
+    return _FEW_HEADS_REGISTERS.get((block_h, few), (104, 112)) if is_fp8 else (168, 168)
 
 
 # Tiles of a program from which on a kernel for Hopper is faster than the portable one, by kernel and by
@@ -336,8 +344,8 @@ def specialised_pays(config: SparseConfig, tiles: int) -> bool:
 
 
 def specialised_config(
-    target: Target, *, kernel: str, num_heads: int, layouts: Sequence[RowLayout] = (),
-    two_sources: bool = False,
+    target: Target, *, kernel: str, num_heads: int, head_dim: int = HEAD_DIM,
+    layouts: Sequence[RowLayout] = (), two_sources: bool = False,
 ) -> SparseConfig | None:  # fmt: skip
     """The configuration of the kernel for the target's family, for calls that it can read; else None.
 
@@ -356,7 +364,9 @@ def specialised_config(
         return None
     # The kernels for Hopper take a query in bf16.
     fine_scales = any(layout.group < 64 for layout in layouts)
-    facts = {"kernel": kernel, "heads": heads, "fine_scales": fine_scales}
+    few = head_dim > HEAD_DIM or any(layout.has_one_scale for layout in layouts)
+    heads = min(heads, 32) if few else heads
+    facts = {"kernel": kernel, "heads": heads, "fine_scales": fine_scales, "head_dim": head_dim, "few": few}
     return _config(kernel, choice_for(_HOPPER_ROWS, facts), heads, family="hopper")
 
 

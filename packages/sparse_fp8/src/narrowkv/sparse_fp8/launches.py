@@ -138,6 +138,11 @@ def _kernel_of(
     return _sparse_fused_kernel, constexprs
 
 
+def _only_few_heads(rows: RowsFormat, call: SparseSpec) -> bool:
+    """Whether only Hopper's kernel for few heads reads these rows."""
+    return call.HEAD_DIM > HEAD_DIM or (rows.is_quantized and LAYOUTS[rows.layout].has_one_scale)
+
+
 def _hopper_kernel(
     config: SparseConfig, call: SparseSpec, target: Target, query: RowsFormat,
     prefix: RowsFormat | None, extend: RowsFormat | None,
@@ -170,7 +175,9 @@ def _hopper_kernel(
         config.stages,
         _SLACK[query.dtype],
         _HEADROOM[query.dtype],
-        *few_heads_registers(config.block_h, rows[0].is_quantized),
+        *few_heads_registers(config.block_h, rows[0].is_quantized, _only_few_heads(rows[0], call)),
+        call.PAGES,
+        call.HEAD_DIM,
     )
     return kernel, {"CALL": constexprs}
 

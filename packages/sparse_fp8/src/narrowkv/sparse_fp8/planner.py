@@ -236,10 +236,16 @@ def make_plan(
         v4_rows = query.scale_group == 64 and LAYOUTS[query.layout].quantized < HEAD_DIM
         fp8_qk = len(kinds) == 1 and v4_rows and route_of(target, query) != BITS
     specialised = None
-    plain = compiled and not batch_invariant and pages is None
+    # The kernels for CDNA read no page table.
+    plain = compiled and not batch_invariant and (pages is None or not target.is_amd)
     if plain and suits_specialised(mode, target, query, prefix, extend):
         specialised = specialised_config(
-            target, kernel=kernel, num_heads=num_qo_heads, layouts=layouts, two_sources=len(rows) > 1
+            target,
+            kernel=kernel,
+            num_heads=num_qo_heads,
+            head_dim=query.head_dim,
+            layouts=layouts,
+            two_sources=len(rows) > 1,
         )
     portable = choose_config(
         target, kernel=kernel, num_heads=num_qo_heads, head_dim=query.head_dim, fp8_qk=fp8_qk,
@@ -256,16 +262,16 @@ def suits_specialised(
 ) -> bool:
     """Whether the kernels for families of targets can read rows and a query that are stored in these ways.
 
-    They copy 16 bytes at once. FP8 rows they widen to bf16, by power-of-two scales; a quantised query is
-    widened first, whatever its layout. Those for Hopper and for gfx950 take FP8 that the hardware converts.
-    Those for Hopper read both sources one way but for their pages, with the layout's own scales; those for
-    CDNA take DeepSeek-V4's rows, in layouts and formats of their own.
+    They copy 16 bytes at once. FP8 rows they widen to bf16, by power-of-two scales, or by none if all rows
+    have one; a quantised query is widened first, whatever its layout. Those for Hopper and for gfx950 take
+    FP8 that the hardware converts. Those for Hopper read both sources one way but for their pages, with the
+    layout's own scales; those for CDNA take DeepSeek-V4's rows, in layouts and formats of their own.
     """
     rows = [each for each in (prefix, extend) if each is not None]
     if mode == "prepass":
         # Rows that are not widened to scratch memory are read from their source.
         rows = [each for each in rows if not each.is_quantized]
-    if query.head_dim != HEAD_DIM or not all(each.aligned for each in rows):
+    if (target.is_amd and query.head_dim != HEAD_DIM) or not all(each.aligned for each in rows):
         return False
     if mode != "fused":
         return query.is_quantized or query.aligned
@@ -277,8 +283,11 @@ def suits_specialised(
         return all(each.quantized < HEAD_DIM for each in layouts) and (native or target.name == "gfx942")
     kinds = {(each.quantized, each.values, each.scale, each.scale_copies) for each in layouts}
     own_scales = all(each.scale_group == layout.group for each, layout in zip(rows, layouts, strict=True))
-    powers_of_two = layouts[0].scale != "fp32"
-    return native and len(kinds) == 1 and own_scales and layouts[0].group in (32, 64) and powers_of_two
+    alike = native and own_scales and len(kinds) == 1
+    first = layouts[0]
+    if first.has_one_scale:
+        return alike and len(rows) == 1
+    return alike and first.group in (32, 64) and first.scale != "fp32" and first.head_dim == HEAD_DIM
 
 
 def check_formats(mode: str, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None) -> None:

@@ -267,7 +267,7 @@ class PagedSource(Source):
         csr = PageList(bound_table.ids, bound_table.row, bound_table.lens, *bound_table.steps)
         check_same_device(**bound.tensors, page_table=table.page_ids)
         object.__setattr__(self, "pages", PagedForm(size, table.kind == "ragged", 1, 1))
-        self._derive(bound, csr, num_tokens=bound_table.batch, nnz=bound_table.max_pages, int32_lists=False)
+        self._derive(bound, csr, num_tokens=bound_table.batch, nnz=bound_table.max_pages, int32_lists=True)
 
     @cached_property
     def listed(self) -> int:

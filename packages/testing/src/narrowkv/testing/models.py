@@ -149,14 +149,13 @@ MODELS: tuple[Model, ...] = (
         unsure="the indexer's heads and top-k",
     ),
     Model(
-        "DeepSeek-V4.1-Flash", "64, latent 512, window 128, sinks, indexer",
-        "descriptions of the configuration: 64 heads, top 512",
+        "DeepSeek-V4.1-Flash", "64, latent 512, window 128, sinks, indexer 32",
+        "DeepseekV41TextConfig of TensorRT-LLM, whose defaults are the released sizes",
         (
             *_sparse(64, "packed528", _WINDOWED), *_sparse(64, "packed288", _WINDOWED),
-            *_indexer(64, 512, "fp4_e2m1"),
+            *_indexer(32, 512, "fp4_e2m1"),
             Need("candidate_topk", "top-k inside candidate blocks", ""),
         ),
-        unsure="the indexer's heads",
     ),
     Model(
         "Kimi-K3", "96, latent 512 + 64, no RoPE", "descriptions of the configuration: 96 heads, 576 columns",

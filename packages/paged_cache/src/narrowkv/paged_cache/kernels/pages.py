@@ -116,12 +116,27 @@ def strided(index, step):
 @triton.jit
 def sequence_length(table, seq, mask, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr):
     """Tokens of a sequence: what the table says, brought into [0, what the table's pages hold]."""
-    # No position, and none of the tile that follows it, overflows 32 bits.
-    MOST: tl.constexpr = (2**31 - 2**17) // PAGE_SIZE
+    return length_of(table, load_length(table, seq, mask, RAGGED), PAGE_SIZE, RAGGED)
+
+
+@triton.jit
+def load_length(table, seq, mask, RAGGED: tl.constexpr):
+    """What a table says of a sequence's length, as it has it: `lens`; ragged: also both bounds in `row`."""
     lens = tl.load(table.lens + strided(seq, table.lens_step), mask=mask, other=0)
+    begin, end = lens, lens
     if RAGGED:
         begin = tl.load(table.row + strided(seq, table.row_step), mask=mask, other=0)
         end = tl.load(table.row + strided(seq + 1, table.row_step), mask=mask, other=0)
+    return lens, begin, end
+
+
+@triton.jit
+def length_of(table, loaded, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr):
+    """`sequence_length` from what `load_length` loaded."""
+    # No position, and none of the tile that follows it, overflows 32 bits.
+    MOST: tl.constexpr = (2**31 - 2**17) // PAGE_SIZE
+    lens, begin, end = loaded
+    if RAGGED:
         # Both are brought into the page list before one is subtracted: the difference of others may wrap.
         begin = tl.minimum(tl.maximum(begin, 0), table.max_pages)
         end = tl.minimum(tl.maximum(end, 0), table.max_pages)
@@ -136,8 +151,16 @@ def sequence_length(table, seq, mask, PAGE_SIZE: tl.constexpr, RAGGED: tl.conste
 @triton.jit
 def first_id(table, seq, RAGGED: tl.constexpr):
     """Where the page ids of a sequence begin: `row_base` of `locate_keys`."""
+    begin = seq
     if RAGGED:
         begin = tl.load(table.row + strided(seq, table.row_step))
+    return first_id_of(table, seq, begin, RAGGED)
+
+
+@triton.jit
+def first_id_of(table, seq, begin, RAGGED: tl.constexpr):
+    """`first_id` from what `row` has at the sequence's place in a ragged table."""
+    if RAGGED:
         begin = tl.minimum(tl.maximum(begin, 0), table.max_pages).to(tl.int32)
         return strided(begin, table.column)
     else:

@@ -275,11 +275,11 @@ def attend(
     return acc, m_new, l, words, v
 
 
-@triton.jit(do_not_specialize=[*SIZES, "lse_batch", "lse_token", "lse_head"])
+@triton.jit(do_not_specialize=[*SIZES, "lse_batch", "lse_token", "lse_head", "q_blocks", "k_tiles"])
 def _sage_attention_kernel(
     query, keys, k_desc, v_desc, out, lists, q_bounds_ptr, k_bounds_ptr, qk_scale, num_heads,
     batch, q_length, k_length, items, tiles, together, lse_batch, lse_token, lse_head,
-    CALL: tl.constexpr, Q_GROUPS: tl.constexpr, K_GROUPS: tl.constexpr, MASK: tl.constexpr,
+    q_blocks, k_tiles, CALL: tl.constexpr, Q_GROUPS: tl.constexpr, K_GROUPS: tl.constexpr, MASK: tl.constexpr,
     ORDER: tl.constexpr,
 ):  # fmt: skip
     """One program attends BLOCK_M query rows of one head. Grid: `items` times `tiles`.
@@ -287,7 +287,8 @@ def _sage_attention_kernel(
     An item is a query head of a sequence, of all sequences when RAGGED. `together` items go longest tile
     first, so that the last ones leave no multiprocessor waiting; few enough to share their keys in the L2.
     k_desc, v_desc: of K and V with their heads flattened, for TMA, or None. lists: `TileLists` of a block
-    mask, or None. lse_batch, lse_token, lse_head: strides of lse, the first 0 when RAGGED.
+    mask, or None, of q_blocks blocks of queries and k_tiles key tiles for each sequence; what lies past them
+    is masked. lse_batch, lse_token, lse_head: strides of lse, the first 0 when RAGGED.
     """
     q_seqs, k_seqs = Sequences(q_bounds_ptr, batch, q_length), Sequences(k_bounds_ptr, batch, k_length)
     group = tl.program_id(0) // (together * tiles)
@@ -328,10 +329,11 @@ def _sage_attention_kernel(
     tiles_ptr, current, upcoming = 0, full, 0
     if CALL.Q_TILES:
         # From here on the ranges are of entries of this block's list.
-        k_tiles = tl.cdiv(k_length, CALL.BLOCK_N)
-        row_of_blocks = item.to(tl.int64) * tl.cdiv(tiles, CALL.Q_TILES) + tile // CALL.Q_TILES
+        q_block = first_row // (CALL.BLOCK_M * CALL.Q_TILES)
+        row_of_blocks = (seq * num_heads + head).to(tl.int64) * q_blocks + tl.minimum(q_block, q_blocks - 1)
         tiles_ptr, before = row_of(lists, row_of_blocks, k_tiles)
-        begin, end, full, full_end = places_of(before, k_tiles, begin, end, full, full_end)
+        listed = tl.where(q_block < q_blocks, k_tiles, 0)
+        begin, end, full, full_end = places_of(before, listed, begin, end, full, full_end)
         current = entry_of(tiles_ptr, full, full, full_end)
         upcoming = entry_of(tiles_ptr, full + 1, full, full_end)
     m = tl.full([CALL.BLOCK_M], float("-inf"), tl.float32)

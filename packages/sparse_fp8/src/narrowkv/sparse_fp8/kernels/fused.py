@@ -159,10 +159,10 @@ def _attend_fused(
         descale = tl.load(rows.scale).to(tl.float32, bitcast=True)
         qk_scale = qk_scale * descale
     k_range = tl.arange(0, BLOCK_K)
-    loaded = load_indices(lists, begin, k_range, end, PAGES)
+    loaded = load_indices(lists, begin, k_range, end, PAGES, BLOCK_K)
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
-        upcoming = load_indices(lists, start + BLOCK_K, k_range, end, PAGES)
-        index = row_numbers(loaded, lists, start, k_range, end, PAGES)
+        upcoming = load_indices(lists, start + BLOCK_K, k_range, end, PAGES, BLOCK_K)
+        index = row_numbers(loaded, lists, start, k_range, end, PAGES, BLOCK_K)
         live = names_a_row(index, rows.num_rows)
         stored, scales, rope = _load_rows(rows, index, live, WIDTH, STORED)
         if GUARD:

@@ -154,6 +154,18 @@ def token_span(csr, token):
 
 
 @triton.jit
+def page_table(lists, size, num_rows, num_tokens, PAGES: tl.constexpr):
+    """A `PageList` with its sizes, as a `Table`; arguments as for `rows_of_token`."""
+    num_ids = strided(tl.maximum(size, 1) - 1, lists.column) + 1
+    if not PAGES.RAGGED:
+        num_ids += (num_tokens - 1) * lists.row
+    return Table(
+        lists.page_ids, lists.row, lists.lens, num_ids, num_rows // PAGES.PAGE_SIZE, size, lists.column,
+        lists.row_step, lists.lens_step,
+    )  # fmt: skip
+
+
+@triton.jit
 def rows_of_token(lists, size, num_rows, token, num_tokens, PAGES: tl.constexpr):
     """The rows that a token attends to, for `load_indices`, and the places [begin, end) that are its own.
 
@@ -166,36 +178,37 @@ def rows_of_token(lists, size, num_rows, token, num_tokens, PAGES: tl.constexpr)
         begin, end = token_span(lists, token)
         return lists, begin, end
     else:
-        num_ids = strided(tl.maximum(size, 1) - 1, lists.column) + 1
-        if not PAGES.RAGGED:
-            num_ids += (num_tokens - 1) * lists.row
-        table = Table(
-            lists.page_ids, lists.row, lists.lens, num_ids, num_rows // PAGES.PAGE_SIZE, size, lists.column,
-            lists.row_step, lists.lens_step,
-        )  # fmt: skip
+        table = page_table(lists, size, num_rows, num_tokens, PAGES)
         length = sequence_length(table, token, token >= 0, PAGES.PAGE_SIZE, PAGES.RAGGED)
         pages = PagesOfSequence(table, first_id(table, token, PAGES.RAGGED), tl.maximum(length - 1, 0))
         return pages, token * 0, length
 
 
 @triton.jit
-def load_indices(lists, begin, places, end, PAGES: tl.constexpr):
+def load_indices(lists, begin, places, end, PAGES: tl.constexpr, BLOCK_K: tl.constexpr):
     """Indices or page ids of the rows at `places` after `begin`, for `row_numbers`.
 
-    They are loaded a tile ahead and not used before: the use would wait for the load.
+    They are loaded a tile ahead and not used before: the use would wait for the load. A tile, BLOCK_K rows
+    from `begin` on, that lies within one page has one page id: without it each thread of a tile would look
+    up, and compute, the pages of all rows that it copies a part of.
     """
     # Values that are equal in all lanes stay scalar: a tensor of places would take registers in every layout.
     if PAGES is None:
         return tl.load(lists.indices + begin + places, mask=places < end - begin, other=-1)
+    elif PAGES.PAGE_SIZE % BLOCK_K == 0:
+        return load_page_ids(lists.table, lists.first_id, begin, 0, lists.last, PAGES.PAGE_SIZE)
     else:
         return load_page_ids(lists.table, lists.first_id, begin + places, 0, lists.last, PAGES.PAGE_SIZE)
 
 
 @triton.jit
-def row_numbers(loaded, lists, begin, places, end, PAGES: tl.constexpr):
+def row_numbers(loaded, lists, begin, places, end, PAGES: tl.constexpr, BLOCK_K: tl.constexpr):
     """Row numbers from what `load_indices` loaded, -1 from the end on."""
     if PAGES is None:
         return as_row_number(loaded)
+    elif PAGES.PAGE_SIZE % BLOCK_K == 0:
+        page, slot = place_of(lists.table, loaded, begin, 0, lists.last, PAGES.PAGE_SIZE, False)
+        return tl.where(places < end - begin, page * PAGES.PAGE_SIZE + slot + places, -1)
     else:
         n = begin + places
         page, slot = place_of(lists.table, loaded, n, 0, lists.last, PAGES.PAGE_SIZE, False)

@@ -62,12 +62,12 @@ def _attend_16bit_rows(
     rows, lists, begin, end = source
     d = tl.arange(0, 512)
     k_range = tl.arange(0, BLOCK_K)
-    loaded = load_indices(lists, begin, k_range, end, PAGES)
+    loaded = load_indices(lists, begin, k_range, end, PAGES, BLOCK_K)
     # Without a product at the top of its body a loop is pipelined only if it says so itself.
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         # Indices come one tile ahead: the rows' loads wait for them.
-        upcoming = load_indices(lists, start + BLOCK_K, k_range, end, PAGES)
-        index = row_numbers(loaded, lists, start, k_range, end, PAGES)
+        upcoming = load_indices(lists, start + BLOCK_K, k_range, end, PAGES, BLOCK_K)
+        index = row_numbers(loaded, lists, start, k_range, end, PAGES, BLOCK_K)
         live = names_a_row(index, rows.num_rows)
         offsets = (index.to(tl.int64) if INT64_OFFSETS else index) * rows.stride_n
         kv = tl.load(

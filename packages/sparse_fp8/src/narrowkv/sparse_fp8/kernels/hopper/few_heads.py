@@ -1,6 +1,7 @@
 """Sparse attention on Hopper (sm90) for few heads, in Gluon: both products swapped, so no head is padded.
 
-Up to 32 heads over 16-bit rows, up to 16 over FP8 rows.
+Up to 32 heads over 16-bit rows, up to 16 over FP8 rows; any number, 32 to a program, over rows of 576 columns
+and over those with one scale.
 
 wgmma multiplies 64 rows of A at least. With few heads those are rows of the pool, not heads: QK is K Q^T,
 `[64 rows, heads]`, and PV is V^T P, `[512 columns, heads]`, each with a tile in shared memory as A. Such an
@@ -33,13 +34,16 @@ from narrowkv.runtime.launch.gluon import reinterpret
 from narrowkv.sparse_fp8.kernels.hopper.fp8 import _widen, _words
 from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _arguments,
+    _causal,
     _copy_query,
     _copy_rows,
+    _item_rows,
     _load_spans,
     _locate_rows,
     _make_writes_visible,
     _place_item,
     _select_source,
+    _sinks,
     _tile_indices,
 )
 from narrowkv.sparse_fp8.kernels.results import SIZES
@@ -49,12 +53,14 @@ from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD
 class FewHeadsShared(NamedTuple):
     """Shared memory and barriers of the kernel for few heads; a tile of the ring has a stage of each.
 
-    As in `WideShared`. tops: maxima of four warps. states: an item's maxima and denominators. full: a tile
-    is there.
+    As in `WideShared`. query_rope, rope: columns of Q and of the rows from 512 on, None without such. tops:
+    maxima of four warps. states: an item's maxima and denominators. full: a tile is there.
     """
 
     query: Any
+    query_rope: Any
     tiles: Any
+    rope: Any
     bias: Any
     tops: Any
     numerators: Any
@@ -113,6 +119,20 @@ def _first_item(args, CALL: gl.constexpr):
 
 
 @gluon.jit
+def _copy_rope(
+    shared, stage, base, at, live, FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr
+):  # fmt: skip
+    """Copies rows' 64 columns in 16 bits to their place behind the others, or among them."""
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, ROPE)
+    if CALL.HEAD_DIM > 512:
+        target = shared.rope.index(stage).slice(FIRST_ROW, NUM_ROWS)
+    else:
+        target = shared.tiles.index(stage).slice(FIRST_ROW, NUM_ROWS).slice(448, 64, dim=1)
+    _copy_rows(target, base, gl.convert_layout(at, ROW), gl.convert_layout(live, ROW), ROPE)
+
+
+@gluon.jit
 def _gather_wide_warps(
     args, shared, FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr
 ):  # fmt: skip
@@ -125,13 +145,15 @@ def _gather_wide_warps(
     index = _tile_indices(args, item, tile, r, CALL)
     count = 0
     while number < args.num_items:
-        live, at, _, _ = _locate_rows(args, first, index, CALL)
+        live, at, _, _ = _locate_rows(args, first, _item_rows(args, item, tile, r, index, CALL), CALL)
         base = _select_source(first, args.prefix.nope, args.extend.nope, CALL)
         number, tile, item, spans, first, index = _next_tile(args, number, tile, item, spans, r, CALL)
         stage = count % CALL.STAGES
         mbarrier.wait(shared.empty.index(stage), (count // CALL.STAGES & 1) ^ 1)
         shared.bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
         _copy_rows(shared.tiles.index(stage).slice(FIRST_ROW, NUM_ROWS), base, at, live, COPY)
+        if CALL.HEAD_DIM > 512:
+            _copy_rope(shared, stage, base + 512, at, live, FIRST_ROW, NUM_ROWS, CALL)
         # Counts the copies under way; the phase ends when they have, and this thread with the bias.
         async_copy.mbarrier_arrive(shared.full.index(stage))
         gl.barrier()
@@ -158,13 +180,15 @@ def _load_words(base, at, live, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 def _load_scales(base, at, live, STORED: gl.constexpr):
     """Scales of rows' tiles of 64 columns, in words: a tuple, see `_scale`."""
     scales = ()
-    if STORED.SCALE == "e8m0":
+    if STORED.SCALE == "tensor":
+        scales = (live,)
+    elif STORED.SCALE == "e8m0":
         words = _words(base)
         BYTES: gl.constexpr = STORED.COLUMNS // STORED.GROUP * STORED.STEP
         for i in gl.static_range((BYTES + 3) // 4):
             scales = scales + (gl.load(words + (at // 4 + i), mask=live, other=0x7F7F7F7F),)
     else:
-        for t in gl.static_range(7):
+        for t in gl.static_range(STORED.COLUMNS // STORED.GROUP):
             scales = scales + (gl.load(base + (at + t), mask=live, other=ONE_AS_WORD),)
     return scales
 
@@ -173,7 +197,9 @@ def _load_scales(base, at, live, STORED: gl.constexpr):
 def _scale(scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr):
     """The scales of a tile of 64 columns: bf16 `[rows, 1]`, or `[rows, 16]`, one for each word of values."""
     BYTE: gl.constexpr = TILE * 64 // STORED.GROUP * STORED.STEP
-    if STORED.SCALE != "e8m0":
+    if STORED.SCALE == "tensor":
+        scale = gl.full([scales[0].shape[0], 1], 1.0, gl.bfloat16, WORDS)  # it multiplies scores and results
+    elif STORED.SCALE != "e8m0":
         scale = scales[TILE].to(gl.float32, bitcast=True)[:, None]
     elif STORED.GROUP == 64:
         scale = e8m0_to_fp32(scales[BYTE // 4] >> (BYTE % 4 * 8) & 0xFF)[:, None]
@@ -187,6 +213,12 @@ def _scale(scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr
 
 
 @gluon.jit
+def _widen_part(narrow, scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr):
+    """64 columns as stored, int32 words `[rows, 16]`, times their scales: words `[rows, 32]` of two bf16."""
+    return _widen(narrow[TILE], _scale(scales, TILE, STORED, WORDS))
+
+
+@gluon.jit
 def _load_rows(args, first, index, WORDS: gl.constexpr, CALL: gl.constexpr):
     """FP8 rows as stored: tiles of 64 columns, scales, addresses of RoPE, and which indices name a row."""
     STORED: gl.constexpr = CALL.PREFIX
@@ -195,6 +227,9 @@ def _load_rows(args, first, index, WORDS: gl.constexpr, CALL: gl.constexpr):
     narrow = ()
     for t in gl.static_range(STORED.COLUMNS // 64):
         narrow = narrow + (_load_words(nope, nope_at, live, 16 * t, WORDS),)
+    if STORED.ROPE == "fp8":
+        rope = _select_source(first, args.prefix.rope, args.extend.rope, CALL)
+        narrow = narrow + (_load_words(rope, rope_at, live, 0, WORDS),)
     base = _select_source(first, args.prefix.scale, args.extend.scale, CALL)
     return narrow, _load_scales(base, scale_at, live, STORED), rope_at, live
 
@@ -207,19 +242,20 @@ def _gather_fp8_warps(
     STORED: gl.constexpr = CALL.PREFIX
     # A thread has 16 adjacent columns: its stores of 16 bytes have no bank conflicts.
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
-    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    ROW: gl.constexpr = gl.SliceLayout(1, ROPE)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
     r = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, WORDS))
     number, tile = gl.program_id(0), 0
     item, spans = _first_item(args, CALL)
     first = item[8] > 0
     index = _tile_indices(args, item, tile, r, CALL)
+    index = _item_rows(args, item, tile, r, index, CALL)
     narrow, scales, rope_at, live = _load_rows(args, first, index, WORDS, CALL)
     rope = _select_source(first, args.prefix.rope, args.extend.rope, CALL)
     loaded = number
     number, tile, item, spans, first, index = _next_tile(args, number, tile, item, spans, r, CALL)
     count = 0
     while loaded < args.num_items:
+        index = _item_rows(args, item, tile, r, index, CALL)
         next_narrow, next_scales, next_rope_at, next_live = _load_rows(args, first, index, WORDS, CALL)
         next_rope = _select_source(first, args.prefix.rope, args.extend.rope, CALL)
         loaded = number
@@ -227,22 +263,20 @@ def _gather_fp8_warps(
         stage = count % CALL.STAGES
         mbarrier.wait(shared.empty.index(stage), (count // CALL.STAGES & 1) ^ 1)
         shared.bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
-        if STORED.ROPE != "":
-            _copy_rows(
-                shared.tiles.index(stage).slice(FIRST_ROW, NUM_ROWS).slice(448, 64, dim=1), rope,
-                gl.convert_layout(rope_at, ROW), gl.convert_layout(live, ROW), ROPE,
-            )  # fmt: skip
+        if STORED.ROPE == "bf16":
+            _copy_rope(shared, stage, rope, rope_at, live, FIRST_ROW, NUM_ROWS, CALL)
             async_copy.mbarrier_arrive(shared.full.index(stage))
-        words = reinterpret(
-            shared.tiles.index(stage), gl.int32, [CALL.BLOCK_K, 256], gl.NVMMASharedLayout(128, 32)
-        )
+        if STORED.ROPE == "fp8":
+            words = reinterpret(shared.rope.index(stage), gl.int32, [CALL.BLOCK_K, 32], PAIRS)
+            words.slice(FIRST_ROW, NUM_ROWS).store(_widen_part(narrow, scales, 8, STORED, WORDS))
+        words = reinterpret(shared.tiles.index(stage), gl.int32, [CALL.BLOCK_K, 256], PAIRS)
         target = words.slice(FIRST_ROW, NUM_ROWS)
         pairs = ()
         for t in gl.static_range(STORED.COLUMNS // 128):
             pairs = pairs + (
                 _join_columns(
-                    _widen(narrow[2 * t], _scale(scales, 2 * t, STORED, WORDS)),
-                    _widen(narrow[2 * t + 1], _scale(scales, 2 * t + 1, STORED, WORDS)),
+                    _widen_part(narrow, scales, 2 * t, STORED, WORDS),
+                    _widen_part(narrow, scales, 2 * t + 1, STORED, WORDS),
                 ),
             )
         target.slice(0, 128, dim=1).store(_join_columns(pairs[0], pairs[1]))
@@ -250,7 +284,7 @@ def _gather_fp8_warps(
             target.slice(128, 128, dim=1).store(_join_columns(pairs[2], pairs[3]))
         else:
             target.slice(128, 64, dim=1).store(pairs[2])
-            target.slice(192, 32, dim=1).store(_widen(narrow[6], _scale(scales, 6, STORED, WORDS)))
+            target.slice(192, 32, dim=1).store(_widen_part(narrow, scales, 6, STORED, WORDS))
         # No fence here: it would wait for the loads. The warps that multiply have one.
         gl.barrier()
         mbarrier.arrive(shared.full.index(stage), count=1)
@@ -306,18 +340,36 @@ def _softmax_columns(
 
 
 @gluon.jit
+def _copy_all_of_query(shared, args, item, CALL: gl.constexpr):
+    """Starts to copy an item's Q."""
+    _copy_query(shared.query, args.q, item, 0, CALL)
+    if CALL.HEAD_DIM > 512:
+        _copy_query(shared.query_rope, args.q, item, 512, CALL)
+
+
+@gluon.jit
+def _one_scale(args, CALL: gl.constexpr):
+    """The scale that all values have in common; 1 if they have others."""
+    if CALL.PREFIX.SCALE == "tensor":
+        return gl.load(args.prefix.scale).to(gl.float32, bitcast=True)
+    else:
+        return 1.0
+
+
+@gluon.jit
 def _score_warps(args, shared, CALL: gl.constexpr):
     """QK and the softmax."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CALL.BLOCK_H, 16])
     zeros = gl.full([CALL.BLOCK_K, CALL.BLOCK_H], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
     item, spans = _first_item(args, CALL)
-    _copy_query(shared.query, args.q, item, 0, CALL)
+    qk_scale = args.qk_scale * _one_scale(args, CALL)
+    _copy_all_of_query(shared, args, item, CALL)
     async_copy.commit_group()
     for number in range(gl.program_id(0), args.num_items, gl.num_programs(0)):
         # The loop over tiles is a while loop: Triton 3.6 lost a loop-carried number whose only use is the
         # bound of an inner range.
-        last = count + item[3]
+        begun, last, current = count, count + item[3], item
         following = number + gl.num_programs(0)
         item = _item(args, spans, following, CALL)
         spans = _spans(args, following + gl.num_programs(0), CALL)
@@ -333,17 +385,22 @@ def _score_warps(args, shared, CALL: gl.constexpr):
             s = warpgroup_mma(
                 shared.tiles.index(stage), shared.query.permute((1, 0)), zeros, use_acc=False, is_async=True
             )
+            if CALL.HEAD_DIM > 512:
+                s = warpgroup_mma(
+                    shared.rope.index(stage), shared.query_rope.permute((1, 0)), s, is_async=True
+                )
             masked = shared.bias.index(stage).load(gl.SliceLayout(1, SCORES))
             s = warpgroup_mma_wait(0, deps=[s])
+            s = _causal(s * qk_scale + masked[:, None], current, count - begun, 1, CALL)
             m, parts = _softmax_columns(
-                s * args.qk_scale + masked[:, None], m, parts,
+                s, m, parts,
                 shared.tops, shared.numerators.index(stage), shared.corrections.index(stage), CALL,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(shared.scored.index(stage), count=1)
             count += 1
         # All of these warps have read the last scores: the next item's Q may be copied.
-        _copy_query(shared.query, args.q, item, 0, CALL)
+        _copy_all_of_query(shared, args, item, CALL)
         async_copy.commit_group()
         l = gl.sum(parts, 0)
         mbarrier.wait(shared.released, (turn & 1) ^ 1)
@@ -374,10 +431,7 @@ def _store_item(acc, m, l, args, item, CALL: gl.constexpr):
         places = partials.acc + ((slot + columns)[None, :] * 512 + d[:, None])
         gl.store(places, gl.convert_layout(acc, OUT), mask=stored)
     else:
-        if CALL.HAS_SINK:
-            sink = gl.load(out.sink + heads, mask=mask, other=float("-inf"))
-        else:
-            sink = gl.full([m.shape[0]], float("-inf"), gl.float32, m.type.layout)
+        sink = _sinks(out, heads, mask, CALL)
         if CALL.WRITE_LSE:
             gl.store(
                 out.lse + token.to(gl.int64) * out.stride_lt + heads * out.stride_lh,
@@ -423,6 +477,8 @@ def _sum_warps(args, shared, CALL: gl.constexpr):
         gl.barrier()
         mbarrier.arrive(shared.released, count=1)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
+        if CALL.PREFIX.SCALE == "tensor":
+            acc = acc * _one_scale(args, CALL)
         _store_item(acc, m, l, args, item, CALL)
 
 
@@ -444,6 +500,11 @@ def _sparse_few_heads_kernel(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     query = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 512], SWIZZLED)
     tiles = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 512], SWIZZLED)
+    query_rope: gl.constexpr = None
+    rope: gl.constexpr = None
+    if CALL.HEAD_DIM > 512:
+        query_rope = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 64], SWIZZLED)
+        rope = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 64], SWIZZLED)
     numerators = gl.allocate_shared_memory(
         DTYPE,
         [CALL.STAGES, CALL.BLOCK_K, CALL.BLOCK_H],
@@ -468,8 +529,9 @@ def _sparse_few_heads_kernel(
     mbarrier.init(released, count=1)
     fence_async_shared()
     shared = FewHeadsShared(
-        query, tiles, bias, tops, numerators, corrections, states, full, scored, finished, released, empty
-    )
+        query, query_rope, tiles, rope, bias, tops, numerators, corrections, states, full, scored, finished,
+        released, empty,
+    )  # fmt: skip
     HALF: gl.constexpr = CALL.BLOCK_K // 2
     gl.warp_specialize(
         [

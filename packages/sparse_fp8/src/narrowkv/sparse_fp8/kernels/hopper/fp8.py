@@ -35,6 +35,7 @@ from narrowkv.quant.device import e8m0_to_fp32
 from narrowkv.runtime.launch.gluon import reinterpret
 from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _arguments,
+    _causal,
     _copy_query,
     _finish_scores,
     _item,
@@ -47,6 +48,7 @@ from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _store_results,
     _take_factors,
     _tile_indices,
+    _tile_rows,
 )
 from narrowkv.sparse_fp8.kernels.results import SIZES
 from narrowkv.sparse_fp8.kernels.rows import ONE_AS_E8M0, ONE_AS_WORD
@@ -265,10 +267,10 @@ def _begin_stream(args, CALL: gl.constexpr):
 
 @gluon.jit
 def _next_indices(args, stream, r, CALL: gl.constexpr):
-    """The stream's next indices, if they are of the prefix and if of an item; the stream after them."""
+    """The stream's next indices, if they are of the prefix and if of an item, and where; the stream after."""
     number, tile, item, item_after = stream
     index = _tile_indices(args, item, tile, r, CALL)
-    ahead = index, tile < item[8], number < args.num_items
+    ahead = index, tile < item[8], number < args.num_items, item[4] + tile * CALL.BLOCK_K, item[5]
     tile += 1
     if tile == item[3]:
         tile = 0
@@ -281,7 +283,9 @@ def _next_indices(args, stream, r, CALL: gl.constexpr):
 @gluon.jit
 def _row_codes(args, ahead, CALL: gl.constexpr):
     """-1 where no row is named; -2 - i for row i of the extend rows beside a prefix."""
-    index, first, exists = ahead
+    index, first, exists, begin, end = ahead
+    r = gl.arange(0, CALL.BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    index = _tile_rows(args, index, begin, end, r, CALL)
     rows = _select_source(first, args.prefix.num_rows, args.extend.num_rows, CALL)
     code = index
     if CALL.HAS_PREFIX and CALL.HAS_EXTEND:
@@ -449,7 +453,7 @@ def _score_fp8_warps(args, shared, CALL: gl.constexpr):
         query_d = _change_layout(shared.numerators, part_d, QUERY)
         m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, ROW)
         l = gl.full([CALL.BLOCK_H], 0.0, gl.float32, ROW)
-        for _ in range(item[3]):
+        for tile in range(item[3]):
             stage = count % 2
             # RoPE has come, and Q before the first tile.
             async_copy.wait_group(0)
@@ -476,8 +480,8 @@ def _score_fp8_warps(args, shared, CALL: gl.constexpr):
             if not ALL_STORED:
                 _copy_rope(args, shared, count + 1, CALL)
             m, l = _softmax_tile(
-                scores, gl.where(named, 0.0, float("-inf")), m, l, args.qk_scale,
-                shared.numerators, shared.corrections, shared.changes, CALL,
+                _causal(scores, item, tile, 0, CALL), gl.where(named, 0.0, float("-inf")), m, l,
+                args.qk_scale, shared.numerators, shared.corrections, shared.changes, CALL,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(shared.scored, count=1)

@@ -13,9 +13,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
+from narrowkv.paged_cache.kernels.pages import first_id_of, length_of, load_length
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
 from narrowkv.sparse_fp8.kernels.prologue import places_of_split
-from narrowkv.sparse_fp8.kernels.rows import Csr, bounded, clamp_span, load_span, locate, names_a_row
+from narrowkv.sparse_fp8.kernels.rows import (
+    Csr,
+    PagesOfSequence,
+    bounded,
+    clamp_span,
+    first_unseen,
+    load_indices,
+    load_span,
+    locate,
+    names_a_row,
+    page_table,
+    row_numbers,
+)
 
 
 class HopperCall(NamedTuple):
@@ -25,6 +38,8 @@ class HopperCall(NamedTuple):
     STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two. HEADROOM: how
     far below one the largest lies when the reference of the logits is updated.
     SCORE_REGISTERS, GATHER_REGISTERS: registers of a thread, in the kernel for few heads.
+    PAGES: `PagedForm` if a page table names the rows; the prefix is then the only source.
+    HEAD_DIM: columns of Q and K; only the kernel for few heads takes more than 512.
     """
 
     NUM_HEADS: Any
@@ -43,6 +58,8 @@ class HopperCall(NamedTuple):
     HEADROOM: Any
     SCORE_REGISTERS: Any
     GATHER_REGISTERS: Any
+    PAGES: Any
+    HEAD_DIM: Any
 
 
 class HopperArguments(NamedTuple):
@@ -69,7 +86,10 @@ def _arguments(
     """The arguments of a kernel as `HopperArguments`."""
     if CALL.HAS_PREFIX:
         prefix = bounded(prefix, prefix_rows)
-        prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
+        if CALL.PAGES is None:
+            prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
+        else:
+            prefix_csr = page_table(prefix_csr, prefix_nnz, prefix_rows, num_tokens, CALL.PAGES)
     if CALL.HAS_EXTEND:
         extend = bounded(extend, extend_rows)
         extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
@@ -80,9 +100,13 @@ def _arguments(
 
 @gluon.jit
 def _load_spans(args, token, CALL: gl.constexpr):
-    """The bounds of a token in both indptr."""
+    """The bounds of a token in both indptr; over a page table what that says of its length."""
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
-    if CALL.HAS_PREFIX:
+    if CALL.PAGES is not None:
+        prefix_end, prefix_begin, extend_end = load_length(
+            args.prefix_csr, token, token >= 0, CALL.PAGES.RAGGED
+        )
+    elif CALL.HAS_PREFIX:
         prefix_begin, prefix_end = load_span(args.prefix_csr, token)
     if CALL.HAS_EXTEND:
         extend_begin, extend_end = load_span(args.extend_csr, token)
@@ -98,10 +122,21 @@ def _name_item(args, number, CALL: gl.constexpr):
 
 @gluon.jit
 def _place_item(args, spans, number, CALL: gl.constexpr):
-    """An item, from what `_load_spans` read of its token."""
+    """An item, from what `_load_spans` read of its token.
+
+    Over a page table those of the extend rows are where the sequence's page ids begin, and its length.
+    """
     token, head_block, split = _name_item(args, number, CALL)
     prefix_begin, prefix_end, extend_begin, extend_end = spans
-    if CALL.HAS_PREFIX:
+    if CALL.PAGES is not None:
+        pages = args.prefix_csr
+        length = length_of(
+            pages, (prefix_end, prefix_begin, extend_end), CALL.PAGES.PAGE_SIZE, CALL.PAGES.RAGGED
+        )
+        extend_begin = first_id_of(pages, token, prefix_begin, CALL.PAGES.RAGGED)
+        extend_end = extend_begin
+        prefix_begin, prefix_end = token * 0, length
+    elif CALL.HAS_PREFIX:
         prefix_begin, prefix_end = clamp_span(args.prefix_csr, prefix_begin, prefix_end)
     if CALL.HAS_EXTEND:
         extend_begin, extend_end = clamp_span(args.extend_csr, extend_begin, extend_end)
@@ -112,6 +147,8 @@ def _place_item(args, spans, number, CALL: gl.constexpr):
     prefix_tiles = (prefix_end - prefix_begin + CALL.BLOCK_K - 1) // CALL.BLOCK_K
     # An empty list is one tile without rows.
     num_tiles = gl.maximum(prefix_tiles + (extend_end - extend_begin + CALL.BLOCK_K - 1) // CALL.BLOCK_K, 1)
+    if CALL.PAGES is not None:
+        extend_end = length
     return (
         token, head_block, split, num_tiles, prefix_begin, prefix_end, extend_begin, extend_end, prefix_tiles
     )  # fmt: skip
@@ -131,8 +168,8 @@ def _next_item(args, number, CALL: gl.constexpr):
 
 
 @gluon.jit
-def _tile_indices(args, item, tile, r, CALL: gl.constexpr):
-    """Row numbers of a tile of an item, prefix first; -1 past the end."""
+def _list_indices(args, item, tile, r, CALL: gl.constexpr):
+    """Indices of a tile of an item, prefix first, -1 past the end."""
     _, _, _, _, prefix_begin, prefix_end, extend_begin, extend_end, prefix_tiles = item
     prefix, extend = args.prefix_csr, args.extend_csr
     if CALL.HAS_PREFIX and CALL.HAS_EXTEND:
@@ -147,6 +184,33 @@ def _tile_indices(args, item, tile, r, CALL: gl.constexpr):
     else:
         indices, begin, end = extend.indices, extend_begin + tile * CALL.BLOCK_K, extend_end
     return gl.load(indices + begin + r, mask=begin + r < end, other=-1)
+
+
+@gluon.jit
+def _tile_indices(args, item, tile, r, CALL: gl.constexpr):
+    """Indices or page ids of a tile of an item, for `_tile_rows`."""
+    if CALL.PAGES is None:
+        return _list_indices(args, item, tile, r, CALL)
+    else:
+        begin = item[4] + tile * CALL.BLOCK_K
+        pages = PagesOfSequence(args.prefix_csr, item[6], gl.maximum(item[5] - 1, 0))
+        return load_indices(pages, begin, r, item[5], CALL.PAGES, CALL.BLOCK_K)
+
+
+@gluon.jit
+def _tile_rows(args, index, begin, end, r, CALL: gl.constexpr):
+    """Row numbers of a tile at places [begin, end) of the prefix, from what `_tile_indices` loaded."""
+    if CALL.PAGES is None:
+        return index
+    else:
+        pages = PagesOfSequence(args.prefix_csr, 0, gl.maximum(end - 1, 0))
+        return row_numbers(index, pages, begin, r, end, CALL.PAGES, CALL.BLOCK_K)
+
+
+@gluon.jit
+def _item_rows(args, item, tile, r, index, CALL: gl.constexpr):
+    """`_tile_rows` of a tile of an item."""
+    return _tile_rows(args, index, item[4] + tile * CALL.BLOCK_K, item[5], r, CALL)
 
 
 @gluon.jit
@@ -211,6 +275,31 @@ def _copy_query(target, q, item, FIRST: gl.constexpr, CALL: gl.constexpr):
 
 
 @gluon.jit
+def _causal(s, item, tile, HEADS: gl.constexpr, CALL: gl.constexpr):
+    """Scores of an item's tile, whose axis HEADS is heads: -inf where a row stands after the query token."""
+    if CALL.PAGES is None or CALL.PAGES.Q_LEN == 1:
+        return s
+    else:
+        heads = gl.arange(0, s.shape[HEADS], gl.SliceLayout(1 - HEADS, s.type.layout))
+        unseen = first_unseen(item[1] * s.shape[HEADS] + heads, item[7], CALL.PAGES)
+        n = gl.arange(0, s.shape[1 - HEADS], gl.SliceLayout(HEADS, s.type.layout))
+        n = item[4] + tile * CALL.BLOCK_K + n
+        seen = gl.expand_dims(n, HEADS) < gl.expand_dims(unseen, 1 - HEADS)
+        return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _sinks(out, heads, mask, CALL: gl.constexpr):
+    """The sinks of an item's heads; -inf for none."""
+    if CALL.HAS_SINK:
+        if CALL.PAGES is not None:
+            heads = heads % CALL.PAGES.HEADS
+        return gl.load(out.sink + heads, mask=mask, other=float("-inf"))
+    else:
+        return gl.full([heads.shape[0]], float("-inf"), gl.float32, heads.type.layout)
+
+
+@gluon.jit
 def _make_writes_visible():
     """Makes these warps' writes to shared memory visible to the matrix unit and to all of them."""
     fence_async_shared()
@@ -246,10 +335,7 @@ def _finish_scores(m, l, args, item, turn, shared, CALL: gl.constexpr):
     token, head_block, split = item[0], item[1], item[2]
     heads = head_block * m.shape[0] + gl.arange(0, m.shape[0], ROW)
     mask = heads < CALL.NUM_HEADS
-    if CALL.HAS_SINK:
-        sink = gl.load(args.out.sink + heads, mask=mask, other=float("-inf"))
-    else:
-        sink = gl.full([m.shape[0]], float("-inf"), gl.float32, ROW)
+    sink = _sinks(args.out, heads, mask, CALL)
     mbarrier.wait(shared.released, (turn & 1) ^ 1)
     shared.factors.store(output_factor(m, l, sink))
     gl.barrier()

@@ -26,10 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _arguments,
+    _causal,
     _copy_query,
     _copy_rows,
     _finish_scores,
     _item,
+    _item_rows,
     _locate_rows,
     _make_writes_visible,
     _next_item,
@@ -71,9 +73,10 @@ def _multiply(query, tile, zeros):
 
 
 @gluon.jit
-def _copy_tile(args, first, index, number, shared, COPY: gl.constexpr, CALL: gl.constexpr):
-    """Starts to copy 16-bit rows into buffer `number` of the ring, once that is free."""
-    live, at, _, _ = _locate_rows(args, first, index, CALL)
+def _copy_tile(args, item, tile, r, index, number, shared, COPY: gl.constexpr, CALL: gl.constexpr):
+    """Starts to copy a tile of 16-bit rows into buffer `number` of the ring, once that is free."""
+    first = tile < item[8]
+    live, at, _, _ = _locate_rows(args, first, _item_rows(args, item, tile, r, index, CALL), CALL)
     stage = number % CALL.STAGES
     mbarrier.wait(shared.empty.index(stage), (number // CALL.STAGES & 1) ^ 1)
     shared.bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
@@ -100,7 +103,7 @@ def _score_warps(args, shared, CALL: gl.constexpr):
         item = upcoming
         _copy_query(shared.query, args.q, item, 0, CALL)
         index = _tile_indices(args, item, 0, r, CALL)
-        _copy_tile(args, item[8] > 0, index, count, shared, COPY, CALL)
+        _copy_tile(args, item, 0, r, index, count, shared, COPY, CALL)
         async_copy.commit_group()
         index = _tile_indices(args, item, 1, r, CALL)
         upcoming = _next_item(args, number, CALL)
@@ -114,12 +117,13 @@ def _score_warps(args, shared, CALL: gl.constexpr):
             _make_writes_visible()
             s = _multiply(shared.query, shared.tiles.index(stage), zeros)
             if tile + 1 < item[3]:
-                _copy_tile(args, tile + 1 < item[8], index, count + 1, shared, COPY, CALL)
+                _copy_tile(args, item, tile + 1, r, index, count + 1, shared, COPY, CALL)
             async_copy.commit_group()
             masked = shared.bias.index(stage).load(gl.SliceLayout(0, SCORES))
             scores = warpgroup_mma_wait(0, deps=[s])
             m, l = _softmax_tile(
-                scores, masked, m, l, args.qk_scale, shared.numerators.index(stage),
+                _causal(scores, item, tile, 0, CALL), masked, m, l, args.qk_scale,
+                shared.numerators.index(stage),
                 shared.corrections.index(stage), shared.changes.index(stage), CALL,
             )  # fmt: skip
             _make_writes_visible()
