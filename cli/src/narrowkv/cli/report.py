@@ -79,7 +79,10 @@ def check_writable(option: str, path: Path | None) -> None:
         path.unlink()
 
 
-_SPELLED = {"contract_set": "CONTRACT-SET", "cache_format": "--format"}
+def spelled(name: str) -> str:
+    """The option or argument of a field or parameter."""
+    known = {"contract_set": "CONTRACT-SET", "cache_format": "--format"}
+    return known.get(name, f"--{name.replace('_', '-')}")
 
 
 def own_command() -> str:
@@ -167,7 +170,7 @@ class Report:
             UsageError: saying which, and `why`.
         """
         if typed := [name for name in names if name in self.typed]:
-            options = ", ".join(_SPELLED.get(name, f"--{name.replace('_', '-')}") for name in typed)
+            options = ", ".join(map(spelled, typed))
             raise UsageError(f"{options} {'does' if len(typed) == 1 else 'do'} not apply {why}")
 
     def say(self, text: str) -> None:
