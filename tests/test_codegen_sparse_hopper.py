@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from narrowkv.sparse_fp8 import DSV4Rows, choose_mode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.testing.cases.latent import LatentCase
-from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCall, SparseCase
+from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCase
 
 pytestmark = pytest.mark.sampled(most=2)
 
@@ -112,7 +113,7 @@ def test_the_calls_of_the_gpu_tests_copy_16_bytes_at_once(
     case = SparseCase.for_specialised(way, heads)
     inputs = case.build()
     q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q
-    SparseCall(case, inputs, q).call(attn_sink=inputs.attn_sink, out=inputs.q.float())
+    replace(inputs, q=q).call(attn_sink=inputs.attn_sink, out=inputs.q.float())
     (kernel,) = [each for each in sm90_code.kernels if re.search("hopper|few_heads", each.name)]
     ptx = kernel.compiled.asm["ptx"]
     assert set(re.findall(r"cp\.async\.c\S+ \[[^;]*?, (0x\w+)", ptx)) == {"0x10"}

@@ -107,11 +107,11 @@ def test_a_prepass_rounds_products_with_fp32_scales_to_bf16(target: str) -> None
     call = SparseCase(mode="prepass", layout="split512", prefix_lens=(20,)).inputs()
     with emulating(target, detect_hazards=True):
         o, lse = call.call()
-    source = call.tensors.prefix
+    source = call.prefix
     assert source is not None
     assert isinstance(source.rows, DSV4Rows)
     rounded = replace(source, rows=source.rows.dequantize().bfloat16())
-    expected, sums = sparse_prefill_reference(call.tensors.q, rounded, return_lse=True)
+    expected, sums = sparse_prefill_reference(call.q, rounded, return_lse=True)
     assert compare(o, expected).relative_l1 <= call.case.bound
     assert torch.allclose(lse, sums, atol=call.case.lse_bound, rtol=0)
 
@@ -138,8 +138,8 @@ def test_a_wrong_scale_is_caught(target: str) -> None:
     """A tile's scale off by a factor of two in the bytes that the code reads, not in the reference's."""
     case = SparseCase(prefix_lens=(20,), layout="split")
     right, wrong = case.inputs(), case.inputs()
-    assert wrong.tensors.prefix is not None
-    rows = wrong.tensors.prefix.rows
+    assert wrong.prefix is not None
+    rows = wrong.prefix.rows
     assert not isinstance(rows, torch.Tensor)
     assert rows.scale is not None
     rows.scale[:, 3] *= 2

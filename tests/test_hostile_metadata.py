@@ -43,7 +43,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill,
     sparse_prefill_fp8,
 )
-from narrowkv.testing.cases.decode import DecodeCase, scale_of_outputs
+from narrowkv.testing.cases.decode import OUT_SCALE, DecodeCase
 from narrowkv.testing.cases.indexer import IndexCase
 from narrowkv.testing.cases.latent import LatentCase
 from narrowkv.testing.cases.prefill import PrefillCase
@@ -283,8 +283,8 @@ def _decode(
         made = replace(made, workspace=guarded.workspace(made.workspace_bytes(), guarded.device))
         out = guarded.nan("out", *q.shape[:2], cache.v_head_dim, dtype=case.out_dtype or torch.float32)
         lse, given = guarded.nan("lse", *q.shape[:2]), dict(options or {})
-        for name, scale in scale_of_outputs(case.out_dtype, guarded.device).items():
-            given[name] = guarded.place(name, scale)
+        if case.out_dtype is not None and case.out_dtype.itemsize == 1:
+            given["out_scale"] = guarded.place("out_scale", torch.tensor([OUT_SCALE], device=guarded.device))
 
         def run() -> Results:
             paged_decode(q, cache, table, plan=made, out=out, lse=lse, return_lse=True, **given)

@@ -153,7 +153,7 @@ def test_sparse_rows_of_a_mean_that_is_finite(changes, device):
     case = SparseCase.small(**changes, prefix_lens=(200, 0, 33), num_qo_heads=16)
     call = case.inputs(device)
     call.q.zero_()
-    rows = call.tensors.prefix.rows
+    rows = call.prefix.rows
     if isinstance(rows, torch.Tensor):
         rows[::2].copy_(_large(rows[::2]))
     else:

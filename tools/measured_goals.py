@@ -38,12 +38,11 @@ from narrowkv.paged_cache import PageTable
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import KernelSpec, recording, warmup
 from narrowkv.testing.backends import PEER_BOUND, PEERS
-from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
 from narrowkv.testing.bench.host import host_us, measure_calls
 from narrowkv.testing.bench.measure import Call, check, time_checked
 from narrowkv.testing.bench.sage import SageBench, SageSizes
 from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
-from narrowkv.testing.bench.timing import GraphTimer
+from narrowkv.testing.bench.timing import Ceilings, GraphTimer, measure_ceilings
 from narrowkv.testing.bench.traffic import Run, StepInputs, TrafficBench
 from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.machine import versions

@@ -17,8 +17,7 @@ import typer.testing
 from narrowkv.cli import bench
 from narrowkv.testing import format_errors
 from narrowkv.testing.bench import decode
-from narrowkv.testing.bench.ceilings import Ceilings
-from narrowkv.testing.bench.timing import Timing
+from narrowkv.testing.bench.timing import Ceilings, Timing
 from narrowkv.testing.contracts import ContractSet
 from narrowkv.testing.format_errors import FP4_BEST, RECIPES
 from narrowkv.testing.operations import OPERATIONS

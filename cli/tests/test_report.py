@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 
 from narrowkv.cli import report
-from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable
-from narrowkv.cli.sheet import Column, Sheet, filled, keys, numbers
+from narrowkv.cli.report import (
+    Column,
+    ExitCode,
+    Report,
+    Sheet,
+    UsageError,
+    check_writable,
+    filled,
+    keys,
+    numbers,
+)
 from narrowkv.testing.records import number, to_csv
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from narrowkv.cli.probe import show_screen
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.screen import show_screen
 from narrowkv.testing.checking import Sample
 from narrowkv.testing.codegen import KernelCode
 from narrowkv.testing.operations import PAGED_DECODE as DECODE

@@ -14,7 +14,7 @@ from narrowkv.testing.cases import parse_case, prefill, sage
 from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs, one_at_a_time
 from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
 from narrowkv.testing.cases.sage import SageCase
-from narrowkv.testing.cases.sparse import SparseCall
+from narrowkv.testing.cases.sparse import SparseInputs
 from narrowkv.testing.format_errors import InputSizes
 from narrowkv.testing.places import find_place
 
@@ -28,7 +28,7 @@ CPU = "--on cpu --jobs 1"
          "--case lens=20+3,ratio=3,head_dim=64 --case lens=9,format=bf16,q=fp16,head_dim=64,q_len=2"),
         ("prefill", PrefillInputs, lambda inputs: not inputs.case.appends,
          "--case lens=20,q_lens=3 --case operation=append,q_lens=3+9,lens=20+30,format=fp4_e2m1"),
-        ("sparse", SparseCall, lambda inputs: inputs.case.mode == "fused",
+        ("sparse", SparseInputs, lambda inputs: inputs.case.mode == "fused",
          "--case lens=20+3 --case mode=16bit,layout=bf16,lens=9"),
     ],
 )  # fmt: skip

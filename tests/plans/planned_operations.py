@@ -294,7 +294,7 @@ class Sparse(Operation):
 
     def arguments(self, size: Any, device: str = "cpu") -> Arguments:
         call = replace(self.case, prefix_lens=size, extend_lens=(3,) * len(size)).inputs(device)
-        return {**vars(call.tensors), "q": call.q}
+        return {name: x for name, x in vars(call).items() if name != "case"}
 
     def prepare(self, plan: Any, arguments: Arguments) -> Callable[..., Any]:
         if self.case.mode == "16bit":

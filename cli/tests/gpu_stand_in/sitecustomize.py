@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from narrowkv.runtime.launch import InterpretExecutor, executing
 from narrowkv.runtime.targets import get_target
-from narrowkv.testing.bench import ceilings, timing
+from narrowkv.testing.bench import timing
 
 NAME = "stand-in for an MI300X"
 _Generator = torch.Generator
@@ -91,6 +91,6 @@ for name, answer in {
 }.items():  # fmt: skip
     setattr(torch.cuda, name, lambda *_, answer=answer: answer)
 timing.GraphTimer = _Timer
-ceilings.measure_ceilings = lambda timer: ceilings.Ceilings(4e12, 4e12, 6e14)
+timing.measure_ceilings = lambda timer: timing.Ceilings(4e12, 4e12, 6e14)
 _OnTheCpu().__enter__()
 executing(InterpretExecutor(get_target("gfx942"))).__enter__()

@@ -22,7 +22,7 @@ from narrowkv.sparse_fp8 import (
 from narrowkv.sparse_fp8.layouts import LAYOUTS
 from narrowkv.sparse_fp8.operation import SparsePlan
 from narrowkv.testing.agreement import assert_agrees
-from narrowkv.testing.cases.sparse import BOUND_16_BIT_QUERY, SparseCall, SparseCase
+from narrowkv.testing.cases.sparse import BOUND_16_BIT_QUERY, SparseCase
 
 pytestmark = pytest.mark.sampled
 
@@ -51,7 +51,7 @@ def of_way(way, **changes):
 
 def run(case, inputs, **options):
     """`o` of the case's operation."""
-    return SparseCall(case, inputs, inputs.q).call(return_lse=False, **options)
+    return replace(inputs, case=case).call(return_lse=False, **options)
 
 
 def _as_attended(source, mode):
@@ -69,7 +69,7 @@ def agrees(case, device="cpu", inputs=None, q=None, bound=None, lse_bound=None, 
         q = inputs.q if case.q != "fp8" else case.inputs(device).q
     out = torch.full((*inputs.q.shape[:2], 512), math.nan, dtype=torch.float32, device=inputs.q.device)
     options = {"attn_sink": inputs.attn_sink, **options}
-    o, lse = SparseCall(case, inputs, q).call(out=out, **options)
+    o, lse = replace(inputs, case=case, q=q).call(out=out, **options)
     sources = (_as_attended(source, case.mode) for source in (inputs.prefix, inputs.extend))
     options |= {"return_lse": True, "num_qo_heads": case.num_qo_heads}
     expected, expected_lse = sparse_prefill_reference(q, *sources, **options)
@@ -290,7 +290,7 @@ def test_sink_scales_the_output_and_leaves_lse_alone(way, device):
 
     def attend(sink=None):
         out = torch.empty(inputs.q.shape, device=device)
-        return SparseCall(case, inputs, inputs.q).call(out=out, attn_sink=sink)
+        return inputs.call(out=out, attn_sink=sink)
 
     (plain, lse), (sunk, same) = attend(), attend(inputs.attn_sink)
     assert torch.equal(lse, same)

@@ -22,7 +22,7 @@ from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
 from narrowkv.sparse_fp8.options import SparseArguments
 from narrowkv.sparse_fp8.planner import query_format, suits_specialised
 from narrowkv.testing.agreement import assert_agrees
-from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCall, SparseCase
+from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCase
 
 W = SparseCase.small
 SM90 = get_target("sm90")
@@ -143,7 +143,7 @@ def test_it_agrees_with_the_reference(way, heads, monkeypatch):
     monkeypatch.setattr("narrowkv.sparse_fp8.operation.specialised_pays", lambda *_: True)
     q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q
     out = torch.full(inputs.q.shape, math.nan, dtype=torch.float32, device="cuda")
-    results = SparseCall(case, inputs, q).call(attn_sink=inputs.attn_sink, out=out)
+    results = replace(inputs, q=q).call(attn_sink=inputs.attn_sink, out=out)
     assert len(stages) == 1
     assert stages[0] > 0
     options = {"attn_sink": inputs.attn_sink, "num_qo_heads": heads, "return_lse": True}

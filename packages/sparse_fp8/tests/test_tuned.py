@@ -109,7 +109,7 @@ def test_a_call_that_was_not_planned_takes_the_row_and_gives_the_results_of_the_
 ) -> None:
     case = SparseCase.small(layout="packed584", mode="decode")
     inputs = case.inputs()
-    q, prefix = inputs.tensors.q, inputs.tensors.prefix
+    q, prefix = inputs.q, inputs.prefix
     assert prefix is not None
     tokens, indices = prefix.num_tokens, prefix.nnz
     plan = plan_sparse(

@@ -17,7 +17,6 @@ from narrowkv.cdna_emulator.timing import MACHINES
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
-from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
 from narrowkv.testing.bench.comparison import KEYS, changes, regressions
 from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes, checker
 from narrowkv.testing.bench.decode import make as make_decode
@@ -29,7 +28,7 @@ from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes
 from narrowkv.testing.bench.prefill import make as make_prefill
 from narrowkv.testing.bench.sage import SageBench, SageSizes
 from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
-from narrowkv.testing.bench.timing import GraphTimer, Timing
+from narrowkv.testing.bench.timing import Ceilings, GraphTimer, Timing, measure_ceilings
 from narrowkv.testing.cases.decode import BOUND, DecodeCase
 from narrowkv.testing.model import ModelExecutor
 from narrowkv.testing.operations import DecodeRows, PrefillRows

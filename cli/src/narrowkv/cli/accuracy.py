@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
-from narrowkv.cli.sheet import Sheet, keys, numbers
+from narrowkv.cli.report import ExitCode, Report, Sheet, UnsupportedHereError, UsageError, keys, numbers
 from narrowkv.testing.accuracy.evaluate import Score, Statistics, collect, frontier, measure, statistics_of
 from narrowkv.testing.accuracy.models import LanguageModel, TinySizes, load_model, train_tiny
 from narrowkv.testing.accuracy.texts import calibration_text, evaluation_text

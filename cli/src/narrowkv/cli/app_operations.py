@@ -273,7 +273,7 @@ def bench_cp(
     """Time of decode over GPUs: attention, communication, share hidden, rate over one GPU's."""
     (pair,) = heads_of(heads, most=1)
     one_of("--format", cache_format, CACHE_FORMATS)
-    from narrowkv.cli import cp as work
+    from narrowkv.cli import bench as work
     from narrowkv.testing.bench.context_parallel import LINK_OF_TARGET, LINKS, Setting
 
     setting = Setting(

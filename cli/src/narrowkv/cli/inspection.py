@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowkv.cdna_emulator import EmulatorError
-from narrowkv.cli.report import ExitCode, Report, UsageError
+from narrowkv.cli.report import Column, ExitCode, Report, Sheet, UsageError, filled, keys, numbers
 from narrowkv.cli.running import check_amd_backend, parse_case, run_all
-from narrowkv.cli.sheet import Column, Sheet, filled, keys, numbers
 from narrowkv.testing.cases import Case
 from narrowkv.testing.codegen import (
     CallCode,

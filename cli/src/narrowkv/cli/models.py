@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from narrowkv.cli.report import ExitCode, Report, own_command
+from narrowkv.cli.report import ExitCode, Report, Sheet, keys, numbers, own_command
 from narrowkv.cli.running import find_places, run_all
-from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.testing.machine import versions
 from narrowkv.testing.models import (
     EXACT,

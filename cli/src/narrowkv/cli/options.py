@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from narrowkv.cli.report import UsageError
+from narrowkv.cli.report import UsageError, spelled
 from narrowkv.testing.cases import unknown
 from narrowkv.testing.words import AMD_TARGETS, CACHE_FORMATS, FP4, PLACES, QUERY_DTYPES, SCALE_GROUPS
 
@@ -110,11 +110,6 @@ def heads_of(text: str, most: int | None = None) -> list[tuple[int, int]]:
         more = "" if most == 1 else ", pairs joined by commas"
         raise UsageError(f"--heads must be query heads and KV heads, for example 96/8{more}; got {text!r}")
     return [(int(q), int(kv)) for q, kv in pairs]
-
-
-def spelled(name: str) -> str:
-    """The option of a field or parameter."""
-    return "--format" if name == "cache_format" else f"--{name.replace('_', '-')}"
 
 
 Option = tuple[str, Any, Any]

@@ -3,24 +3,46 @@
 Each contract is run at every requested place (the GPU, the CPU, or an emulated AMD target) and compiled for
 every target. Without a requested place, some workgroups of the compiled AMD code also run in the emulator,
 and the rows that they compute are compared with the reference.
+
+The screen has a row for each contract, a column for each place, and figures below: at most 40 lines of 80
+columns, whatever the set and the terminal; `--full` has the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
-from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.report import Column, ExitCode, Report, Sheet, filled, keys, numbers, own_command
 from narrowkv.cli.running import find_places, run_all
-from narrowkv.cli.screen import record, show_full, show_screen
-from narrowkv.cli.sheet import Column, Sheet, keys, numbers
+from narrowkv.context_parallel.ranks import run_ranks
+from narrowkv.testing import probing
 from narrowkv.testing.backends import OURS, PEERS
+from narrowkv.testing.cases.context_parallel import CASES, Checked, check_cases
+from narrowkv.testing.codegen import main_kernel
 from narrowkv.testing.contracts import ContractSet
 from narrowkv.testing.machine import versions
 from narrowkv.testing.operations import contract_sets
 from narrowkv.testing.plot import plot_answers
-from narrowkv.testing.probing import FAIL, PASS, Outcome, ProbeRun, Task, run_task
+from narrowkv.testing.probing import (
+    FAIL,
+    INEXACT,
+    NOT_RUN,
+    PASS,
+    REFUSED,
+    SKIPPED,
+    STATUSES,
+    Answer,
+    Outcome,
+    ProbeRun,
+    Task,
+    run_task,
+)
+from narrowkv.testing.records import number
+from narrowkv.testing.words import AMD_TARGETS
 
 
 def probe(
@@ -88,3 +110,218 @@ def list_sets(report: Report) -> ExitCode:
     report.show(sheet)
     rows = [{"set": s.name, **asdict(c)} for s in sets for c in s.contracts]
     return report.finish({"sets": sets}, ExitCode.OK, rows=rows)
+
+
+LINES = 40
+WIDTH = 80
+_WIDEST = 120
+_LABEL = 12  # width of the label of a line under the matrix
+_CELL_GAP = 2
+_STYLES = {PASS: "green", FAIL: "bold red", INEXACT: "magenta"}
+
+
+def show_screen(report: Report, seen: ProbeRun, code: ExitCode, *, full: bool) -> None:
+    """Shows the screen, each line with its style."""
+    width = report.human.width
+    width = WIDTH if width > 1000 else max(WIDTH, min(width, _WIDEST))
+    head = list(_head(seen, width))
+    matrix = list(_matrix(seen, width))
+    tail = list(_tail(seen, width))
+    end = list(_end(report, seen, code, full=full))
+    spare = LINES - len(head) - len(matrix) - len(tail) - len(end) - 2
+    for line, style in (*head, *matrix, ("", ""), *tail, *_reasons(seen, width, spare), *end):
+        report.line(line, style)
+
+
+Line = tuple[str, str]
+"""Text and its rich style."""
+
+
+def _labelled(label: str, text: str | Sequence[str], width: int, style: str = "") -> list[Line]:
+    """Words, or parts that stay whole, behind a label; indented where they go on."""
+    if isinstance(text, str):
+        wrapped = textwrap.wrap(text, width - _LABEL, break_long_words=False, break_on_hyphens=False)
+    else:
+        wrapped = list(filled(text, width - _LABEL))
+    return [(f"{label if i == 0 else '':{_LABEL}}{line}", style) for i, line in enumerate(wrapped)]
+
+
+def _head(seen: ProbeRun, width: int) -> Iterator[Line]:
+    contracts, shape = seen.contracts, seen.contracts.shape
+    title = f"{contracts.name}: {contracts.title}"
+    yield from ((line, "bold") for line in textwrap.wrap(title, width))
+    heads = f"{shape.num_qo_heads} query heads over {shape.num_kv_heads} KV heads (GQA {shape.gqa_ratio})"
+    text = f"{heads}, head_dim {shape.head_dim}, batch {shape.batch}, context {shape.context}"
+    if shape.q_len > 1:
+        text += f", {shape.q_len} query tokens a sequence"
+    what = "in each cell the worst relative L1 error against fp32 on the same cache"
+    gpu = next((place.description for place in seen.places if place.is_gpu), None)
+    for part in filter(None, (text, gpu, what)):
+        yield from ((line, "") for line in textwrap.wrap(part, width))
+
+
+def _matrix(seen: ProbeRun, width: int) -> Iterator[Line]:
+    asked, parts = probing.columns(seen), probing.sections(seen.contracts.contracts)
+    labels = max(len(cache) for rows in parts.values() for cache, _ in rows)
+    cells = {
+        (row, column): probing.cell(seen, row, column)
+        for rows in parts.values()
+        for row in rows
+        for column in asked
+    }
+    widths = {
+        column: max(*map(len, column.head), *(len(cells[row, column][0]) for row, c in cells if c == column))
+        for column in asked
+    }
+    # Columns that do not fit beside the others stand below them.
+    bands: list[list[probing.BackendColumn]] = [[]]
+    used = labels
+    for column in asked:
+        if bands[-1] and used + _CELL_GAP + widths[column] > width:
+            bands.append([])
+            used = labels
+        bands[-1].append(column)
+        used += _CELL_GAP + widths[column]
+    for band in bands:
+        # Peers answer decode only, so further bands leave out sections without an answer.
+        shown = {
+            title: rows
+            for title, rows in parts.items()
+            if band is bands[0] or any(cells[row, column][0] != "-" for row in rows for column in band)
+        }
+        for i in (0, 1):
+            heads = (f"{'':{_CELL_GAP}}{column.head[i]:{widths[column]}}" for column in band)
+            yield f"{'' if i == 0 else 'KV cache':{labels}}{''.join(heads)}".rstrip(), "bold"
+        for title, rows in shown.items():
+            yield title, "cyan"
+            for row in rows:
+                found = [cells[row, column] for column in band]
+                text = "".join(
+                    f"{'':{_CELL_GAP}}{cell:{widths[c]}}" for (cell, _), c in zip(found, band, strict=True)
+                )
+                worst = max((status for _, status in found), key=STATUSES.index)
+                yield f"{row[0]:{labels}}{text}".rstrip(), _STYLES.get(worst, "yellow")
+
+
+def _tail(seen: ProbeRun, width: int) -> Iterator[Line]:
+    """Capacity, machine code, device times and the emulated sample, where there are any."""
+    yield from _labelled("tokens/GiB", probing.capacity(seen), width)
+    for label, text, status in probing.code(seen):
+        yield from _labelled(label, text, width, {FAIL: "bold red", SKIPPED: "yellow"}.get(status, ""))
+    yield from _labelled("device time", probing.device_times(seen), width)
+    yield from _labelled("emulated", probing.emulated(seen), width)
+
+
+def _reasons(seen: ProbeRun, width: int, spare: int) -> list[Line]:
+    """Reasons of what did not pass or was not asked: as many as fit in `spare` lines."""
+    blocks = [_labelled(label, text, width) for label, text in probing.reasons(seen)]
+    shown: list[Line] = []
+    for index, block in enumerate(blocks):
+        last = index == len(blocks) - 1
+        if len(shown) + len(block) > spare - (not last):
+            left = len(blocks) - index
+            return [*shown, (f"{'':{_LABEL}}and {left} more reason{'s' * (left > 1)}: see --full", "yellow")]
+        shown += block
+    return shown
+
+
+def _end(report: Report, seen: ProbeRun, code: ExitCode, *, full: bool) -> Iterator[Line]:
+    verdicts = [seen.verdict(index) for index in range(len(seen.contracts.contracts))]
+    shown = [(PASS, "pass"), (FAIL, "fail"), (SKIPPED, "skipped"), (NOT_RUN, NOT_RUN)]
+    counts = [
+        f"{n} {word}" for status, word in shown if (n := verdicts.count(status)) or word in ("pass", "fail")
+    ]
+    minutes, seconds = divmod(round(report.seconds), 60)
+    took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    style = {ExitCode.OK: "green", ExitCode.NUMERICAL: "bold red"}.get(code, "yellow")
+    things = "contract" if len(verdicts) == 1 else "contracts"
+    yield f"{len(verdicts)} {things}: {', '.join(counts)}; {took}, {seen.jobs} processes", style
+    name, chosen = own_command(), seen.contracts.name
+    rest = [f"{name} validate --on {target}" for target in seen.targets[:1]]
+    if code == ExitCode.OK:
+        rest.append(
+            f"{name} bench decode" if any(place.is_gpu for place in seen.places) else f"{name} inspect"
+        )
+    for index, line in enumerate([*([] if full else [f"{name} probe {chosen} --full"]), *rest]):
+        yield f"{'' if index else 'next':{_LABEL}}{line}", "bold"
+
+
+_ROW_STYLES = {FAIL: "bold red", REFUSED: "yellow", SKIPPED: "dim", INEXACT: "magenta"}
+_CONTRACT = ("operation", "Q", "cache", "page")
+
+
+def _contract(row: Answer) -> tuple[object, ...]:
+    c = row.contract
+    return c.function, c.q, c.cache, c.page_size or "-"
+
+
+def show_full(report: Report, rows: Sequence[Answer]) -> None:
+    """Shows every answer, and the code of every contract; long reasons stand below, numbered."""
+    notes: dict[str, int] = {}
+    errors = ("rel. L1", "max", "bytes/token", "tokens/GiB", "us")
+    answers = Sheet([*keys(*_CONTRACT, "backend", "ran on"), *numbers(*errors), Column("verdict")])
+    figures = ("VGPR", "AGPR", "spilled", "scratch", "LDS", "waves/SIMD", "matrix", "issue/memory")
+    loop = Column("matrix instructions of the loop")
+    code = Sheet([*keys(*_CONTRACT, "target"), *numbers(*figures), loop])
+    for row in rows:
+        verdict = row.status
+        if row.detail and row.status != INEXACT:
+            verdict += f" [{notes.setdefault(row.detail, len(notes) + 1)}]"
+        elif row.status == INEXACT:
+            verdict = f"over {row.contract.bound:g}"
+        where = f"{row.place} emulated" if row.place in AMD_TARGETS else row.place
+        kv_bytes = row.kv_bytes_per_token
+        answers.add(
+            *_contract(row), row.backend, where if row.ran_on else "-",
+            *("-" if error is None else f"{error:.2e}" for error in (row.relative_l1, row.max_abs)),
+            number(kv_bytes, 5), number(2**30 / kv_bytes) if kv_bytes else "-",
+            number(row.time_us["median"]) if row.time_us else "-", verdict,
+            style=_ROW_STYLES.get(row.status, ""),
+        )  # fmt: skip
+        for target, compiled in row.compiled.items():
+            if not compiled.kernels:
+                code.add(*_contract(row), target, *"-" * 8, compiled.status, style="yellow")
+                continue
+            k = main_kernel(compiled.kernels)
+            mfma = ", ".join(f"{n} x {name.removeprefix('v_mfma_')}" for name, n in k.mfma.items())
+            code.add(
+                *_contract(row), target, k.vgprs, k.agprs, sum(each.spills for each in compiled.kernels),
+                max(each.scratch_bytes for each in compiled.kernels), k.lds_bytes, k.waves_per_simd,
+                f"{k.matrix_share:.0%}",
+                "-" if compiled.model is None else f"{compiled.model['issue_over_memory']:.2f}",
+                mfma or "none", style=_ROW_STYLES.get(compiled.status, ""),
+            )  # fmt: skip
+    report.show(answers)
+    for text, index in notes.items():
+        report.line(f"[{index}] {text}")
+    if code.rows:
+        report.say("\nmachine code; matrix and issue/memory are models of the hot loop, not measurements")
+        report.show(code)
+    report.say("")
+
+
+def record(row: Answer) -> dict[str, Any]:
+    """A CSV row."""
+    fields = {name: getattr(row, name) for name in row.__dataclass_fields__ if name != "compiled"}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def probe_cp(report: Report, *, ranks: int) -> ExitCode:
+    """Checks every case over `ranks` processes with gloo, and shows the largest error of any rank."""
+    found: list[list[Checked]] = run_ranks(check_cases, ranks)
+    sheet = Sheet([*keys("case"), *numbers("error", "one rank", "bound", "sent bytes", "repeats", "")])
+    rows: list[dict[str, Any]] = []
+    for case, checks in zip(CASES, zip(*found, strict=True), strict=True):
+        worst = max(checks, key=lambda checked: checked.error / checked.bound)
+        passed = all(checked.passed for checked in checks)
+        repeats = all(checked.repeats for checked in checks)
+        sheet.add(
+            case.name, number(worst.error), number(worst.one_rank), number(worst.bound), worst.sent_bytes,
+            "yes" if repeats else "no", "pass" if passed else "FAIL", style="" if passed else "red",
+        )  # fmt: skip
+        rows.append({**asdict(worst), "passed": passed, "repeats": repeats})
+    report.show(sheet)
+    failed = [row for row in rows if not row["passed"]]
+    report.say(f"{len(rows) - len(failed)} of {len(rows)} cases equal one rank's attention on {ranks} ranks")
+    code = ExitCode.NUMERICAL if failed else ExitCode.OK
+    return report.finish({"ranks": ranks, "backend": "gloo", "cases": rows}, code, rows=rows)

@@ -1,12 +1,11 @@
 """The output of every command: a table for people, one JSON document for programs, an exit code.
 
 With `--json` stdout has only the document; tables and progress go to stderr. Without it the table goes to
-stdout and progress to stderr.
+stdout and progress to stderr. In a table that is wider than the terminal a row becomes a block of lines.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -16,18 +15,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from enum import IntEnum
 from importlib import metadata
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from narrowkv.cli.sheet import Sheet
 
 # In a pipe every row stays one line, for grep.
 _WIDTH_WITHOUT_TERMINAL = 100_000
@@ -82,7 +79,10 @@ def check_writable(option: str, path: Path | None) -> None:
         path.unlink()
 
 
-_SPELLED = {"contract_set": "CONTRACT-SET", "cache_format": "--format"}
+def spelled(name: str) -> str:
+    """The option or argument of a field or parameter."""
+    known = {"contract_set": "CONTRACT-SET", "cache_format": "--format"}
+    return known.get(name, f"--{name.replace('_', '-')}")
 
 
 def own_command() -> str:
@@ -99,7 +99,7 @@ def own_command() -> str:
     return shlex.quote(min(started, os.path.relpath(started), key=len))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ReportFiles:
     """The files of a command, each checked before its run.
 
@@ -122,8 +122,8 @@ class ReportFiles:
             UsageError: a file cannot be written, or has the suffix of no plot.
             UnsupportedHereError: there is no matplotlib to plot with.
         """
-        for field in dataclasses.fields(self):
-            check_writable(f"--{field.name}", getattr(self, field.name))
+        for file in fields(self):
+            check_writable(f"--{file.name}", getattr(self, file.name))
         if self.plot is not None and self.plot.suffix not in _PLOT_FORMATS:
             known = ", ".join(_PLOT_FORMATS)
             raise UsageError(f"--plot must be a file that ends with one of {known}; got {self.plot}")
@@ -170,7 +170,7 @@ class Report:
             UsageError: saying which, and `why`.
         """
         if typed := [name for name in names if name in self.typed]:
-            options = ", ".join(_SPELLED.get(name, f"--{name.replace('_', '-')}") for name in typed)
+            options = ", ".join(map(spelled, typed))
             raise UsageError(f"{options} {'does' if len(typed) == 1 else 'do'} not apply {why}")
 
     def say(self, text: str) -> None:
@@ -294,3 +294,96 @@ def _console(stream: IO[str]) -> Console:
     if stream.isatty():
         return Console(file=stream)
     return Console(file=stream, width=shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 50)).columns)
+
+
+_GAP = "  "
+_INDENT = "    "
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Attributes:
+        name: its header; may be empty for the last, whose cells then stand without a name.
+        right: whether cells are aligned right, as numbers are.
+        key: whether it says which row this is; keys come first in a block.
+    """
+
+    name: str
+    right: bool = False
+    key: bool = False
+
+
+def keys(*names: str) -> list[Column]:
+    """Columns that say which row this is, aligned left."""
+    return [Column(name, key=True) for name in names]
+
+
+def numbers(*names: str) -> list[Column]:
+    """Columns of numbers."""
+    return [Column(name, right=True) for name in names]
+
+
+@dataclass
+class Sheet:
+    """Rows of text under named columns.
+
+    Attributes:
+        columns: from left to right.
+        rows: the cells of each row, and its rich style.
+    """
+
+    columns: Sequence[Column]
+    rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+
+    def add(self, *cells: object, style: str = "") -> None:
+        """One more row, a cell for each column."""
+        if len(cells) != len(self.columns):
+            raise ValueError(f"a row must have {len(self.columns)} cells, got {len(cells)}")
+        self.rows.append((tuple(str(cell) for cell in cells), style))
+
+    def lines(self, width: int) -> Iterator[Text]:
+        """Lines of a table if it fits in `width` columns, else of one block for each row."""
+        names = [column.name for column in self.columns]
+        widths = [
+            max(len(name), *(len(cells[i]) for cells, _ in self.rows)) if self.rows else len(name)
+            for i, name in enumerate(names)
+        ]
+        if sum(widths) + len(_GAP) * (len(widths) - 1) > width:
+            for cells, style in self.rows:
+                yield from (Text(line, style) for line in self._block(cells, width))
+            return
+
+        def line(cells: Sequence[str], style: str) -> Text:
+            padded = (
+                cell.rjust(w) if column.right else cell.ljust(w)
+                for cell, column, w in zip(cells, self.columns, widths, strict=True)
+            )
+            return Text(_GAP.join(padded).rstrip(), style)
+
+        yield line(names, "bold")
+        yield line(["-" * w for w in widths], "dim")
+        yield from (line(cells, style) for cells, style in self.rows)
+
+    def _block(self, cells: Sequence[str], width: int) -> Iterator[str]:
+        named = [
+            (column.key, f"{column.name} {cell}".lstrip())
+            for column, cell in zip(self.columns, cells, strict=True)
+            if cell
+        ]
+        yield from filled([text for key, text in named if key], width, then=_INDENT)
+        yield from filled([text for key, text in named if not key], width, first=_INDENT, then=_INDENT)
+
+
+def filled(parts: Sequence[str], width: int, *, first: str = "", then: str = "") -> Iterator[str]:
+    """Lines of at most `width` columns of whole `parts`; only a part that is longer makes a longer line."""
+    line, empty = first, True
+    for part in parts:
+        gap = "" if empty else _GAP
+        if not empty and len(line) + len(gap) + len(part) > width:
+            yield line
+            line, gap = then, ""
+        line, empty = line + gap + part, False
+    if not empty:
+        yield line

@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from narrowkv.attn_prefill.warmup import model_kernels
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError
-from narrowkv.cli.sheet import Sheet, keys, numbers
+from narrowkv.cli.report import ExitCode, Report, Sheet, UnsupportedHereError, keys, numbers
 from narrowkv.engines.trial import try_engine
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.errors import UnsupportedError

@@ -10,8 +10,17 @@ from typing import Any
 
 import torch
 
-from narrowkv.cli.report import ExitCode, ProgressLine, Report, UnsupportedHereError, UsageError
-from narrowkv.cli.sheet import Column, Sheet, keys, numbers
+from narrowkv.cli.report import (
+    Column,
+    ExitCode,
+    ProgressLine,
+    Report,
+    Sheet,
+    UnsupportedHereError,
+    UsageError,
+    keys,
+    numbers,
+)
 from narrowkv.runtime.launch.warmup import Compilers, usable_cores
 from narrowkv.runtime.tuned import TunedRow, TuneFile, read_tuned
 from narrowkv.testing.machine import versions

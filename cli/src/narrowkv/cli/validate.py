@@ -11,9 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from narrowkv.cli.command_line import DecodeByDefault
 from narrowkv.cli.options import Where, jobs
-from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.report import Column, ExitCode, Report, Sheet, keys, numbers
 from narrowkv.cli.running import find_places, run_all
-from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.testing import format_errors
 from narrowkv.testing.cases import Case

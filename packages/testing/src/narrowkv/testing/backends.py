@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from narrowkv.testing.cases.decode import DecodeInputs
 
 Call = Callable[[], torch.Tensor]
 PEER_BOUND = 0.004
@@ -24,26 +26,6 @@ PEER_BOUND = 0.004
 _AITER_PARTITION = 256
 _SGLANG_SPLITS = 8  # the default of --triton-attention-num-kv-splits
 _FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
-
-
-class Paged(Protocol):
-    """The tensors of a decode; with `starts`, of a prefill that finds its own keys in the cache."""
-
-    @property
-    def q(self) -> torch.Tensor:
-        """The query."""
-
-    @property
-    def cache(self) -> PagedKVCache:
-        """The paged cache."""
-
-    @property
-    def table(self) -> PageTable:
-        """Its page table."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the operation."""
 
 
 class NotAnsweringError(UnsupportedError):
@@ -56,8 +38,9 @@ class Backend:
 
     Attributes:
         name: for people.
-        prepare: does the host's work of a call's operation once; peers are asked about decode alone. The call
-            that comes back gives `o` and can be captured in a graph. Raises whatever the backend raises.
+        prepare: does the host's work of a call's operation once; peers are asked about decode, and with
+            `starts` among the tensors about prefills that find their own keys in the cache. The call that
+            comes back gives `o` and can be captured in a graph. Raises whatever the backend raises.
         package: what must be installed, on a machine with a GPU; empty for an implementation that is here.
         distributions: the names by which its version is found.
     """
@@ -84,7 +67,7 @@ class Backend:
         return None
 
 
-def _torch_sdpa(inputs: Paged) -> Call:
+def _torch_sdpa(inputs: DecodeInputs) -> Call:
     """`torch.nn.functional.scaled_dot_product_attention` on the cache expanded to the query's dtype.
 
     Every sequence is gathered and widened beforehand; the call only attends, over dense keys in q's dtype.
@@ -124,14 +107,14 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return attend(attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
 
 
-def _query_counts(inputs: Paged) -> list[int]:
+def _query_counts(inputs: DecodeInputs) -> list[int]:
     """Query tokens of each sequence. Waits for the device."""
     starts = getattr(inputs, "starts", None)
     batch = inputs.table.batch_size
     return [inputs.q.shape[0] // batch] * batch if starts is None else starts.diff().tolist()
 
 
-def _ragged(inputs: Paged) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+def _ragged(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """kv_indptr, kv_indices, kv_last_page_len, and the longest sequence. Waits for the device."""
     table, device = inputs.table, inputs.q.device
     pages = [table.pages_of(seq) for seq in range(table.batch_size)]
@@ -142,26 +125,26 @@ def _ragged(inputs: Paged) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, in
     return counts.cumsum(0).int().to(device), indices.to(device), last.to(device), longest
 
 
-def _float_descales(inputs: Paged) -> tuple[float, float]:
+def _float_descales(inputs: DecodeInputs) -> tuple[float, float]:
     cache = inputs.cache
     if isinstance(cache.k_descale, torch.Tensor) or isinstance(cache.v_descale, torch.Tensor):
         raise NotAnsweringError("is compared with one descale per tensor only")
     return float(cache.k_descale), float(cache.v_descale)
 
 
-def result_of(inputs: Paged) -> torch.Tensor:
+def result_of(inputs: DecodeInputs) -> torch.Tensor:
     """Memory for the output, in 16 bits where the query is FP8."""
     q = inputs.q
     return torch.empty_like(q, dtype=q.dtype if q.element_size() == 2 else torch.bfloat16)
 
 
-def q_descale_of(inputs: Paged) -> torch.Tensor:
+def q_descale_of(inputs: DecodeInputs) -> torch.Tensor:
     """The query's descale of a call, `[1]`."""
     descale = inputs.options.get("q_descale", 1.0)
     return torch.as_tensor(descale, dtype=torch.float32, device=inputs.q.device).view(-1)[:1]
 
 
-def _aiter(inputs: Paged) -> Call:
+def _aiter(inputs: DecodeInputs) -> Call:
     """AITER's `paged_attention_ragged`, NHD pages: its entry for decode."""
     cache, q = inputs.cache, inputs.q
     if cache.format.k != cache.format.v:
@@ -190,7 +173,7 @@ def _aiter(inputs: Paged) -> Call:
     return decode
 
 
-def _flashinfer(inputs: Paged) -> Call:
+def _flashinfer(inputs: DecodeInputs) -> Call:
     """FlashInfer's batch decode and prefill wrappers with tensor cores, NHD pages; the call runs the plan."""
     import flashinfer
 
@@ -214,14 +197,14 @@ def _flashinfer(inputs: Paged) -> Call:
     return partial(wrapper.run, q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)
 
 
-def _vllm(inputs: Paged) -> Call:
+def _vllm(inputs: DecodeInputs) -> Call:
     """VLLM's `unified_attention` in Triton, NHD pages; without scratch it does not split keys."""
     from vllm.v1.attention.ops import triton_unified_attention as vllm
 
     return vllm_call(vllm.unified_attention, inputs)
 
 
-def vllm_call(attend: Any, inputs: Paged) -> Call:
+def vllm_call(attend: Any, inputs: DecodeInputs) -> Call:
     """A call of vLLM's `unified_attention`."""
     q, cache, table = inputs.q, inputs.cache, inputs.table
     if cache.format.k != cache.format.v or cache.format.k.startswith("fp4"):
@@ -249,14 +232,14 @@ def vllm_call(attend: Any, inputs: Paged) -> Call:
     return decode
 
 
-def _sglang(inputs: Paged) -> Call:
+def _sglang(inputs: DecodeInputs) -> Call:
     """SGLang's `decode_attention_fwd` in Triton, over slots; keys are split as its backend does at most."""
     from sglang.kernels.ops.attention import decode_attention as sglang
 
     return sglang_call(sglang.decode_attention_fwd, inputs)
 
 
-def sglang_call(attend: Any, inputs: Paged) -> Call:
+def sglang_call(attend: Any, inputs: DecodeInputs) -> Call:
     """A call of SGLang's `decode_attention_fwd`."""
     q, cache, table = inputs.q, inputs.cache, inputs.table
     if q.shape[0] != table.batch_size or q.element_size() == 1:

@@ -20,7 +20,7 @@ from narrowkv.testing.operation import OperationEntry
 from narrowkv.testing.probing import Answer
 
 if TYPE_CHECKING:
-    from narrowkv.testing.bench.ceilings import Ceilings
+    from narrowkv.testing.bench.timing import Ceilings
 
 __all__ = ["plot_answers", "plot_cases", "plot_recipes", "plot_registers", "plot_sage"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,17 +29,19 @@ def _keys(values: torch.Tensor, scale: torch.Tensor | None, options: dict[str, A
     return IndexKeys(values, scale, format, shuffled)
 
 
+_WHERE = ("starts", "ends", "block_table", "seq_lens")
+"""Tensors among the keywords of `index_logits`."""
+
+
 def _logits(*args: Any, **output: Any) -> torch.Tensor:
-    q, weights, values, scale, starts, ends, block_table, seq_lens, given = args
+    q, weights, values, scale, *where, given = args
     keys = _keys(values, scale, given)
-    return index_logits(
-        q.view(given.pop("q_dtype")), weights, keys, starts=starts, ends=ends, block_table=block_table,
-        seq_lens=seq_lens, **given, **output,
-    )  # fmt: skip
+    named = dict(zip(_WHERE, where, strict=True))
+    return index_logits(q.view(given.pop("q_dtype")), weights, keys, **named, **given, **output)
 
 
 def _logits_results(tensors: Tensors, options: Mapping[str, Any]) -> Results:
-    q, values, table = tensors[0], tensors[2], tensors[6]
+    q, values, table = tensors[0], tensors[2], tensors[4 + _WHERE.index("block_table")]
     assert q is not None
     assert values is not None
     columns = options["num_columns"]
@@ -48,35 +50,16 @@ def _logits_results(tensors: Tensors, options: Mapping[str, Any]) -> Results:
     return (((q.shape[0], columns), torch.float32),)
 
 
+def _optional(names: Iterable[str]) -> str:
+    """Arguments of an operator that may be None."""
+    return ", ".join(f"Tensor? {name}" for name in names)
+
+
 _call_logits = register(
     "index_logits",
-    "Tensor q, Tensor weights, Tensor values, Tensor? scale, Tensor? starts, Tensor? ends, "
-    "Tensor? block_table, Tensor? seq_lens",
+    f"Tensor q, Tensor weights, Tensor values, Tensor? scale, {_optional(_WHERE)}",
     _logits,
     _logits_results,
-    outputs=("out",),
-    aliases="a",
-)
-
-
-def _topk(*args: Any, **output: Any) -> torch.Tensor:
-    logits, starts, ends, seq_lens, block_table, slots, given = args
-    return index_topk(
-        logits, starts=starts, ends=ends, seq_lens=seq_lens, block_table=block_table, slots=slots, **given,
-        **output,
-    )  # fmt: skip
-
-
-def _topk_results(tensors: Tensors, options: Mapping[str, Any]) -> Results:
-    assert tensors[0] is not None
-    return (((tensors[0].shape[0], options["topk"]), torch.int32),)
-
-
-_call_topk = register(
-    "index_topk",
-    "Tensor logits, Tensor? starts, Tensor? ends, Tensor? seq_lens, Tensor? block_table, Tensor? slots",
-    _topk,
-    _topk_results,
     outputs=("out",),
     aliases="a",
 )
@@ -88,41 +71,48 @@ def traced_index_logits(
     weights: torch.Tensor,
     keys: IndexKeys,
     *,
-    starts: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
     num_columns: int | None = None,
     out: torch.Tensor | None = None,
-    **options: object,
-) -> torch.Tensor:
+    **options: Any,
+) -> Any:
     """`index_logits` through its operators, which check the arguments when they run."""
-    options = {
-        "q_dtype": q.dtype, "format": keys.format, "shuffled": keys.shuffled, "num_columns": num_columns,
-        **options,
-    }  # fmt: skip
-    tensors = (as_bytes(q), weights, *_tensors(keys), starts, ends, block_table, seq_lens)
-    result: torch.Tensor = _call_logits(tensors, options, out)
-    return result
+    where = [options.pop(name, None) for name in _WHERE]
+    options |= {"format": keys.format, "shuffled": keys.shuffled, "num_columns": num_columns}
+    tensors = (as_bytes(q), weights, *_tensors(keys), *where)
+    return _call_logits(tensors, {"q_dtype": q.dtype, **options}, out)
+
+
+_BOUNDS = ("starts", "ends", "seq_lens", "block_table", "slots")
+"""Tensors among the keywords of `index_topk`."""
+
+
+def _topk(*args: Any, **output: Any) -> torch.Tensor:
+    logits, *bounds, given = args
+    return index_topk(logits, **dict(zip(_BOUNDS, bounds, strict=True)), **given, **output)
+
+
+def _topk_results(tensors: Tensors, options: Mapping[str, Any]) -> Results:
+    assert tensors[0] is not None
+    return (((tensors[0].shape[0], options["topk"]), torch.int32),)
+
+
+_call_topk = register(
+    "index_topk",
+    f"Tensor logits, {_optional(_BOUNDS)}",
+    _topk,
+    _topk_results,
+    outputs=("out",),
+    aliases="a",
+)
 
 
 @traces("index_topk")
 def traced_index_topk(
-    logits: torch.Tensor,
-    topk: int,
-    *,
-    starts: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    **options: object,
-) -> torch.Tensor:
+    logits: torch.Tensor, topk: int, *, out: torch.Tensor | None = None, **options: Any
+) -> Any:
     """`index_topk` through its operators, which check the arguments when they run."""
-    tensors = (logits, starts, ends, seq_lens, block_table, slots)
-    result: torch.Tensor = _call_topk(tensors, {"topk": topk, **options}, out)
-    return result
+    tensors = (logits, *[options.pop(name, None) for name in _BOUNDS])
+    return _call_topk(tensors, {"topk": topk, **options}, out)
 
 
 def _append(*args: Any) -> None:

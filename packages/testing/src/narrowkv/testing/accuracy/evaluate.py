@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -198,15 +198,6 @@ class Statistics:
     k_first: tuple[float, float]
 
 
-@dataclass
-class _Totals:
-    nll: float = 0.0
-    kl: float = 0.0
-    agreed: int = 0
-    tokens: int = 0
-    retrieved: list[bool] = field(default_factory=list)
-
-
 @torch.no_grad()
 def collect(model: LanguageModel, tokens: int) -> Samples:
     """Q, K and V of every attention layer on the calibration text, by the layer's index."""
@@ -237,13 +228,16 @@ def statistics_of(samples: Samples) -> Statistics:
 
 
 class Runner:
-    """Runs the model with a recipe's cache, by the kernels where that is fast and possible."""
+    """Runs a model with a recipe's cache, by the kernels where that is fast and possible, and sums errors."""
 
     def __init__(self, model: LanguageModel, recipe: Recipe, samples: Samples, kernels: bool) -> None:
         self.model, self.recipe = model, recipe
         self.layers = list(samples)
         self.calibration: Calibration | None = recipe.calibration(samples.values())
         self.kernels = kernels and recipe.in_cache
+        self.nll = self.kl = 0.0
+        self.agreed = self.tokens = 0
+        self.retrieved: list[bool] = []
 
     def _attending(self) -> AbstractContextManager[None]:
         model = self.model.model
@@ -275,17 +269,25 @@ class Runner:
             ]
         return torch.cat(logits)
 
+    def count(self, got: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor) -> None:
+        """Adds the predictions of one sequence; logits `[tokens, vocabulary]`, none follows the last."""
+        for first in range(0, ids.shape[0] - 1, _CHUNK):
+            rows = slice(first, min(first + _CHUNK, ids.shape[0] - 1))
+            p, q = (x[rows].float().log_softmax(-1) for x in (wanted, got))
+            follows = ids[rows.start + 1 : rows.stop + 1]
+            self.nll -= float(q.gather(1, follows[:, None]).double().sum())
+            self.kl += float((p.exp() * (p - q)).sum(-1).double().sum())
+            self.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+            self.tokens += rows.stop - rows.start
 
-def _compare(totals: _Totals, got: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor) -> None:
-    """Adds the predictions of one sequence; logits `[tokens, vocabulary]` of every position but the last."""
-    for first in range(0, ids.shape[0] - 1, _CHUNK):
-        rows = slice(first, min(first + _CHUNK, ids.shape[0] - 1))
-        p, q = (x[rows].float().log_softmax(-1) for x in (wanted, got))
-        follows = ids[rows.start + 1 : rows.stop + 1]
-        totals.nll -= float(q.gather(1, follows[:, None]).double().sum())
-        totals.kl += float((p.exp() * (p - q)).sum(-1).double().sum())
-        totals.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
-        totals.tokens += rows.stop - rows.start
+    def score(self, best: float) -> Score:
+        """What the recipe costs; `best` is the perplexity with the 16-bit cache."""
+        recipe, perplexity = self.recipe, math.exp(self.nll / self.tokens)
+        return Score(
+            recipe.name, recipe.note, recipe.bits(self.model.head_dim),
+            "kernels" if self.kernels else "torch", self.kl / self.tokens, perplexity, perplexity / best - 1,
+            self.agreed / self.tokens, sum(self.retrieved), len(self.retrieved), self.tokens,
+        )  # fmt: skip
 
 
 def _needles(model: LanguageModel, context: int, count: int) -> list[tuple[torch.Tensor, int]]:
@@ -345,41 +347,26 @@ def measure(
     samples = collect(model, calibration_tokens) if samples is None else samples
     exact = Runner(model, REFERENCE, samples, False)
     runners = [Runner(model, recipe, samples, by_kernels) for recipe in recipes]
-    totals = [_Totals() for _ in recipes]
-    reference = _Totals()
     needed = _needles(model, context, needles) if needles else []
     text = model.tokens(evaluation_text(), tokens)
     pieces = [text[first : first + context] for first in range(0, tokens - 1, context)]
     try:
         for ids in pieces:
             wanted = exact.logits(ids)
-            _compare(reference, wanted, wanted, ids)
-            for runner, total in zip(runners, totals, strict=True):
+            exact.count(wanted, wanted, ids)
+            for runner in runners:
                 same = runner.recipe is REFERENCE and not runner.kernels
-                _compare(total, wanted if same else runner.logits(ids), wanted, ids)
+                runner.count(wanted if same else runner.logits(ids), wanted, ids)
                 progress(runner.recipe.name)
         for ids, answer in needed:
-            for runner, total in zip(runners, totals, strict=True):
-                total.retrieved.append(_found(runner.logits(ids), ids, answer))
+            for runner in runners:
+                runner.retrieved.append(_found(runner.logits(ids), ids, answer))
                 progress(runner.recipe.name)
     except KeyboardInterrupt:
-        if not reference.tokens:
+        if not exact.tokens:
             raise
-    best = math.exp(reference.nll / reference.tokens)
-    return [
-        _score(runner, total, best, model.head_dim)
-        for runner, total in zip(runners, totals, strict=True)
-        if total.tokens == reference.tokens
-    ]
-
-
-def _score(runner: Runner, total: _Totals, best: float, head_dim: int) -> Score:
-    perplexity = math.exp(total.nll / total.tokens)
-    return Score(
-        runner.recipe.name, runner.recipe.note, runner.recipe.bits(head_dim),
-        "kernels" if runner.kernels else "torch", total.kl / total.tokens, perplexity, perplexity / best - 1,
-        total.agreed / total.tokens, sum(total.retrieved), len(total.retrieved), total.tokens,
-    )  # fmt: skip
+    best = math.exp(exact.nll / exact.tokens)
+    return [runner.score(best) for runner in runners if runner.tokens == exact.tokens]
 
 
 def frontier(scores: Sequence[Score]) -> set[str]:

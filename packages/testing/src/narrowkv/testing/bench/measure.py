@@ -19,8 +19,7 @@ from narrowkv.cdna_emulator.timing import PeakError
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import get_target
-from narrowkv.testing.bench.ceilings import Ceilings
-from narrowkv.testing.bench.timing import GraphTimer, Timing
+from narrowkv.testing.bench.timing import Ceilings, GraphTimer, Timing
 from narrowkv.testing.model import ModelExecutor, main_launch, waits
 from narrowkv.testing.records import number
 

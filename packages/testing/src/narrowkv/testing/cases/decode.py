@@ -100,13 +100,7 @@ class DecodeCase(CacheCase):
         generator = torch.Generator().manual_seed(self.seed)
         q, cache, table = self._draw(generator, device)
         sinks = torch.randn(q.shape[1], generator=generator).to(device) if self.sinks else None
-        options: dict[str, Any] = {
-            name: getattr(self, name) for name in DecodeOptions.__annotations__ if hasattr(self, name)
-        }
-        options["sinks"] = sinks
-        options |= scale_of_outputs(self.out_dtype, device)
-        if q.dtype.itemsize == 1:
-            options["q_descale"] = Q_DESCALE
+        options = {**options_of(self, DecodeOptions, device), "sinks": sinks}
         return DecodeInputs(q, cache, table, options, self.split or None, self.kernel or None)
 
     def _draw(
@@ -120,11 +114,15 @@ class DecodeCase(CacheCase):
         return torch.randn(size, generator=generator).to(self.q_dtype).to(device), cache, table
 
 
-def scale_of_outputs(dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Any]:
-    """The option `out_scale` of calls with such an output, if it is FP8."""
-    if dtype is None or dtype.itemsize > 1:
-        return {}
-    return {"out_scale": torch.tensor([OUT_SCALE], device=device)}
+def options_of(case: Any, keywords: Any, device: torch.device | str) -> dict[str, Any]:
+    """The keywords of a call that a case has fields for, without sinks, and the scales of FP8 tensors."""
+    options = {name: getattr(case, name) for name in keywords.__annotations__ if hasattr(case, name)}
+    options["sinks"] = None
+    if case.out_dtype is not None and case.out_dtype.itemsize == 1:
+        options["out_scale"] = torch.tensor([OUT_SCALE], device=device)
+    if case.q_dtype.itemsize == 1:
+        options["q_descale"] = Q_DESCALE
+    return options
 
 
 def reference_options(options: dict[str, Any]) -> dict[str, Any]:

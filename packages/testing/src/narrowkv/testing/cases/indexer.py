@@ -55,17 +55,13 @@ class IndexCase(Case):
     clean: bool = True
     seed: int = 0
 
+    bound = BOUND
     lse_bound = 0.0
 
     def __post_init__(self) -> None:
         """Refuses fields that do not go together."""
         if self.layout == "rows" and self.q_len != 1:
             raise CaseError(f"q_len must be 1 without pages, got {self.q_len}")
-
-    @property
-    def bound(self) -> float:
-        """The largest relative L1 error that passes."""
-        return BOUND
 
     @property
     def kind(self) -> tuple[str, str]:

@@ -167,17 +167,12 @@ class PrefillCase(cases.CacheCase):
 
     def inputs(self, device: str = "cpu") -> PrefillInputs:
         """The tensors with the options of the call. Raises what `build` raises."""
-        names = (AppendOptions if self.appends else PrefillOptions).__annotations__
-        options = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        options["sinks"] = None
-        options |= decode.scale_of_outputs(self.out_dtype, device)
+        options = decode.options_of(self, AppendOptions if self.appends else PrefillOptions, device)
         if self.appends:
             q, k_new, v_new, cache, table, starts, options["rope"] = self.build_append(device)
             before = cases.copy_cache(cache)
             inputs = PrefillInputs(self, q, cache, table, starts, options, (k_new, v_new), before)
         else:
-            if self.q_dtype.itemsize == 1:
-                options["q_descale"] = decode.Q_DESCALE
             inputs = PrefillInputs(self, *self.build(device), options)
         if self.sinks:
             options["sinks"] = torch.randn(inputs.q.shape[1]).to(device)

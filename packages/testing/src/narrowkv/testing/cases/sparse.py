@@ -19,7 +19,7 @@ from narrowkv.testing.cases import Case, Inputs, each_alone, named, sweep_of
 from narrowkv.testing.contracts import BOUND_FP8_COMPUTE, BOUND_SPARSE, Contract, Shape
 from narrowkv.testing.operation import Cases
 
-__all__ = ["AXES", "CASES", "SparseCall", "SparseCase", "SparseInputs", "sweep"]
+__all__ = ["AXES", "CASES", "SparseCase", "SparseInputs", "sweep"]
 
 BOUND_16_BIT_QUERY = BOUND_SPARSE
 BOUND_FP8_QK = BOUND_FP8_COMPUTE
@@ -33,22 +33,6 @@ _I32 = torch.int32
 
 WAYS_OF_SPECIALISED = ("bf16", "fp16", "split", "packed584", "row512", "packed528", "fp8_q", "splits")
 """Rows and queries that `SparseCase.for_specialised` takes."""
-
-
-@dataclass(frozen=True)
-class SparseInputs:
-    """What `SparseCase.build` makes.
-
-    Attributes:
-        q: bf16 or fp16 `[num_tokens, num_qo_heads, head_dim]`.
-        prefix, extend: sources, or None.
-        attn_sink: fp32 `[num_qo_heads]`.
-    """
-
-    q: torch.Tensor
-    prefix: KVSource | None
-    extend: KVSource | None
-    attn_sink: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +129,7 @@ class SparseCase(Case):
         return len(lens or ())
 
     def build(self, device: torch.device | str = "cpu", seed: int | None = None) -> SparseInputs:
-        """Tensors on `device`; rows that no index names are NaN, so that reading one shows.
+        """A 16-bit query and sources on `device`; rows that no index names are NaN: reading one shows.
 
         Raises:
             ValueError, TypeError: the rows refuse a format, layout or size.
@@ -155,21 +139,21 @@ class SparseCase(Case):
         q = torch.randn(tokens, heads, self.head_dim, generator=generator) * self.spread
         sink = torch.linspace(-2.0, 3.0, heads)
         return SparseInputs(
+            self,
             q.to(device, torch.float16 if self.q == "fp16" else torch.bfloat16),
             self._source(self.prefix_lens, self.pool_rows, generator, device),
             self._source(self.extend_lens, self.extend_rows, generator, device, of_extend=True),
             sink.to(device),
         )
 
-    def inputs(self, device: str = "cpu") -> SparseCall:
-        """The same with the options of the call. Raises what `build` raises."""
-        tensors = self.build(device)
-        q: torch.Tensor | DSV4Rows = tensors.q
-        if self.q == "fp8":
-            q = DSV4Rows.quantize(
-                tensors.q, layout=self.layout, page_size=self.page_size, format=self._format(self.layout)
-            )
-        return SparseCall(self, tensors, q)
+    def inputs(self, device: str = "cpu") -> SparseInputs:
+        """The same with the query as the case has it. Raises what `build` raises."""
+        inputs = self.build(device)
+        if self.q != "fp8":
+            return inputs
+        options: dict[str, Any] = {"layout": self.layout, "page_size": self.page_size}
+        q = DSV4Rows.quantize(inputs.q, **options, format=self._format(self.layout))
+        return replace(inputs, q=q)
 
     def _source(
         self, lens: tuple[int, ...] | None, rows: int, generator: torch.Generator,
@@ -203,25 +187,28 @@ class SparseCase(Case):
 
 
 @dataclass(frozen=True)
-class SparseCall(Inputs):
+class SparseInputs(Inputs):
     """The tensors of a case and how the operation is called with them.
 
     Attributes:
         case: it.
-        tensors: what it builds.
-        q: the query as the operation gets it.
+        q: bf16 or fp16 `[num_tokens, num_qo_heads, head_dim]`, or rows.
+        prefix, extend: sources, or None.
+        attn_sink: fp32 `[num_qo_heads]`.
     """
 
     case: SparseCase
-    tensors: SparseInputs
-    q: torch.Tensor | DSV4Rows
+    q: Any
+    prefix: KVSource | None
+    extend: KVSource | None
+    attn_sink: torch.Tensor
 
     def _options(self) -> dict[str, Any]:
-        return {"attn_sink": self.tensors.attn_sink if self.case.sink else None}
+        return {"attn_sink": self.attn_sink if self.case.sink else None}
 
     def call(self, **options: Any) -> Any:
         """The case's operation; `(o, lse)` unless `return_lse=False` is given."""
-        arguments = (self.q, self.tensors.prefix, self.tensors.extend)
+        arguments = (self.q, self.prefix, self.extend)
         options = {"return_lse": True, **self._options(), **options}
         if self.case.mode != "16bit":
             options["num_qo_heads"] = self.case.num_qo_heads
@@ -240,14 +227,14 @@ class SparseCall(Inputs):
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`(o, lse)` in fp32 on the dequantised rows."""
         o, lse = sparse_prefill_reference(
-            self.q, self.tensors.prefix, self.tensors.extend, return_lse=True,
+            self.q, self.prefix, self.extend, return_lse=True,
             num_qo_heads=self.case.num_qo_heads, **self._options(),
         )  # fmt: skip
         return o, lse
 
     def bytes_per_token(self) -> float | None:
         """Bytes of a row of the pool."""
-        source = self.tensors.prefix or self.tensors.extend
+        source = self.prefix or self.extend
         if source is None:
             return None
         return float(source.rows.bytes_per_row()) if isinstance(source.rows, DSV4Rows) else 1024.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, Generic, TypeVar
@@ -57,24 +57,8 @@ _CHECKED_ROWS = 512  # of Sage attention
 _SAGE_BLOCK = 128  # queries and keys that are quantised independently of others
 
 
-@dataclass(frozen=True)
-class TunedInputs(Generic[Choice]):
-    """The tensors of one shape, and how it is called with them.
-
-    Attributes:
-        plan: by a configuration, or by the shipped one for None.
-        run: a call by a plan; its output stays in one place.
-        error: relative L1 error of an output; bound: the largest that passes.
-    """
-
-    plan: Callable[[Choice | None], Any]
-    run: Callable[..., torch.Tensor]
-    error: Callable[[torch.Tensor], float]
-    bound: float
-
-    def trial(self, choice: Choice | None) -> TunedCall:
-        """A call by a configuration."""
-        return TunedCall(partial(self.run, plan=self.plan(choice)), self.error, self.bound)
+Drawn = tuple[Callable[[Any], Any], TunedCall]
+"""The tensors of a shape: a plan by a configuration, or by the shipped one for None, and a call by a plan."""
 
 
 class TunedFamily(ABC, Generic[Sizes, Choice]):
@@ -104,7 +88,7 @@ class TunedFamily(ABC, Generic[Sizes, Choice]):
         """A shape in a few words, for tables."""
 
     @abstractmethod
-    def inputs(self, sizes: Sizes) -> TunedInputs[Choice]:
+    def inputs(self, sizes: Sizes) -> Drawn:
         """Draws the tensors of a shape."""
 
     @abstractmethod
@@ -124,11 +108,11 @@ class TunedFamily(ABC, Generic[Sizes, Choice]):
 
     def open(self, chosen: tuple[Sizes, ...]) -> Shapes[Any]:
         """Draws the tensors of a class; a plan for each configuration is made when it is tried."""
-        calls = [self.inputs(sizes) for sizes in chosen]
-        first = calls[0].plan(None)
+        drawn = [self.inputs(sizes) for sizes in chosen]
+        first = drawn[0][0](None)
         tried, refined = self.space(first)
         measured = tuple(map(self.describe, chosen))
-        trials = tuple(call.trial for call in calls)
+        trials = tuple(partial(_trial, *one) for one in drawn)
         return Shapes(self.name, self.name_of(chosen), measured, first.explain(), tried, refined, trials)
 
     @property
@@ -183,13 +167,13 @@ class DecodeFamily(TunedFamily[DecodeSizes, decode.DecodeChoice]):
         """Sequences and tokens of each."""
         return f"{sizes.batch} x {sizes.context}"
 
-    def inputs(self, sizes: DecodeSizes) -> TunedInputs[decode.DecodeChoice]:
+    def inputs(self, sizes: DecodeSizes) -> Drawn:
         """A cache in shuffled pages."""
         cache, table = LargeCache(sizes.cache, device=self.device).view(sizes.cache)
         q = self.randn(*sizes.q_shape).to(sizes.q_dtype)
         run: Any = partial(paged_decode, q, cache, table, out=torch.empty_like(q))
         plan = partial(self._plan, q, cache, table)
-        return TunedInputs(plan, run, decode_checker(q, cache, table), DECODE_BOUND)
+        return plan, TunedCall(run, decode_checker(q, cache, table), DECODE_BOUND)
 
     def _plan(
         self, q: torch.Tensor, cache: PagedKVCache, table: PageTable, choice: decode.DecodeChoice | None
@@ -246,14 +230,14 @@ class PrefillFamily(TunedFamily[PrefillSizes, prefill.PrefillChoice]):
         """New and older tokens."""
         return f"{sizes.new} over {sizes.prefix}"
 
-    def inputs(self, sizes: PrefillSizes) -> TunedInputs[prefill.PrefillChoice]:
+    def inputs(self, sizes: PrefillSizes) -> Drawn:
         """A cache in shuffled pages."""
         cache, table = LargeCache(sizes.cache, device=self.device).view(sizes.cache)
         q = self.randn(sizes.new, sizes.num_kv_heads * sizes.ratio, sizes.head_dim).bfloat16()
         starts = torch.tensor([0, sizes.new], dtype=torch.int32, device=self.device)
         paged = q, cache, table, starts
         run: Any = partial(batch_prefill, *paged, out=torch.empty_like(q))
-        return TunedInputs(partial(self._plan, paged), run, prefill_checker(q, cache, table), DECODE_BOUND)
+        return partial(self._plan, paged), TunedCall(run, prefill_checker(q, cache, table), DECODE_BOUND)
 
     @staticmethod
     def _plan(paged: tuple[Any, ...], choice: prefill.PrefillChoice | None) -> PrefillPlan:
@@ -272,42 +256,37 @@ class PrefillFamily(TunedFamily[PrefillSizes, prefill.PrefillChoice]):
         return prefill.choices(plan.target, plan.shape.head_dim) if is_tuned else [], prefill.splits
 
 
-@dataclass(frozen=True)
-class SparseTokens:
-    """A call of sparse attention with so many tokens."""
-
-    tokens: int
-    heads: SparseHeads
-
-    @property
-    def indices(self) -> int:
-        """Indices of the longer source."""
-        return self.tokens * max(self.heads.topk, self.heads.window)
-
-
-class SparseFamily(TunedFamily[SparseTokens, sparse.SparseChoice]):
-    """Sparse attention over FP8 rows, of decodes and of chunks of a prefill."""
+class SparseFamily(TunedFamily[int, sparse.SparseChoice]):
+    """Sparse attention over FP8 rows, of decodes and of chunks of a prefill; a shape is its tokens."""
 
     name = "sparse"
 
-    def classes(self) -> list[tuple[SparseTokens, ...]]:
+    def classes(self) -> list[tuple[int, ...]]:
         """By tokens."""
-        heads = self.settings.heads
-        if not isinstance(heads, SparseHeads):
+        if not isinstance(self.settings.heads, SparseHeads):
             return []
         tokens = dict.fromkeys((*self.settings.batches, *self.settings.chunks))
-        return [tuple(SparseTokens(each, heads) for each in inner(most, 6)) for most in tokens]
+        return [tuple(inner(most, 6)) for most in tokens]
 
-    def class_of(self, sizes: SparseTokens) -> str:
+    def class_of(self, sizes: int) -> str:
         """By the plan's rows and the call's sizes."""
-        return sparse.shape_class(self._shipped(sizes), sizes.tokens, sizes.indices)
+        return sparse.shape_class(self._shipped(), sizes, self._indices(sizes))
 
-    def describe(self, sizes: SparseTokens) -> str:
+    def describe(self, sizes: int) -> str:
         """Tokens and rows of each."""
-        return f"{sizes.tokens} x {sizes.heads.topk + sizes.heads.window}"
+        return f"{sizes} x {self._rows.topk + self._rows.window}"
 
-    def _shipped(self, sizes: SparseTokens) -> SparsePlan:
-        heads = sizes.heads
+    @property
+    def _rows(self) -> SparseHeads:
+        assert isinstance(self.settings.heads, SparseHeads)
+        return self.settings.heads
+
+    def _indices(self, tokens: int) -> int:
+        """Indices of the longer source."""
+        return tokens * max(self._rows.topk, self._rows.window)
+
+    def _shipped(self) -> SparsePlan:
+        heads = self._rows
         layout = LAYOUTS[heads.layout]
         rows = RowsFormat(
             heads.layout, 64, layout.group, "fp4_e2m1" if layout.values == "fp4" else "fp8_e4m3fn", True
@@ -318,22 +297,21 @@ class SparseFamily(TunedFamily[SparseTokens, sparse.SparseChoice]):
                 device=self.device,
             )  # fmt: skip
 
-    def inputs(self, sizes: SparseTokens) -> TunedInputs[sparse.SparseChoice]:
+    def inputs(self, sizes: int) -> Drawn:
         """Rows at random places of a pool."""
-        heads = sizes.heads
+        heads = self._rows
         x = self.randn(_POOL_ROWS, LAYOUTS[heads.layout].head_dim)
         pool = DSV4Rows.quantize(x, layout=heads.layout, page_size=64)
-        q = self.randn(sizes.tokens, heads.num_qo_heads, x.shape[1], seed=2).bfloat16()
-        count = min(_CHECKED_TOKENS, sizes.tokens)
-        checked = torch.linspace(0, sizes.tokens - 1, count, device=self.device).round().long()
+        q = self.randn(sizes, heads.num_qo_heads, x.shape[1], seed=2).bfloat16()
+        count = min(_CHECKED_TOKENS, sizes)
+        checked = torch.linspace(0, sizes - 1, count, device=self.device).round().long()
         counts = (heads.topk, heads.window) if heads.window else (heads.topk,)
-        sources = [self._source(pool, sizes.tokens, each, checked) for each in counts]
+        sources = [self._source(pool, sizes, each, checked) for each in counts]
         given = [whole for whole, _ in sources]
         expected = sparse_prefill_reference(q[checked], *(part for _, part in sources))
         assert isinstance(expected, torch.Tensor)
         out = torch.empty(*q.shape[:2], expected.shape[-1], dtype=q.dtype, device=self.device)
-        return TunedInputs(
-            partial(self._plan, sizes),
+        return partial(self._plan, sizes), TunedCall(
             lambda plan: plan.run(q, *given, out=out),
             lambda o: compare(o[checked], expected).relative_l1,
             BOUND_16_BIT_QUERY,
@@ -352,82 +330,67 @@ class SparseFamily(TunedFamily[SparseTokens, sparse.SparseChoice]):
             KVSource(pool, starts[: len(checked) + 1].contiguous(), part),
         )
 
-    def _plan(self, sizes: SparseTokens, choice: sparse.SparseChoice | None) -> SparsePlan:
-        plan = self._shipped(sizes)
+    def _plan(self, tokens: int, choice: sparse.SparseChoice | None) -> SparsePlan:
+        plan = self._shipped()
         plan = plan if choice is None else sparse.with_choice(plan, choice)
-        return replace(plan, max_num_tokens=sizes.tokens, max_indices=sizes.indices).with_workspace()
+        return replace(plan, max_num_tokens=tokens, max_indices=self._indices(tokens)).with_workspace()
 
     def space(self, plan: SparsePlan) -> Any:
         """Kernels and tiles, then splits."""
         return sparse.choices(plan), sparse.fills
 
 
-@dataclass(frozen=True)
-class SageTokens:
-    """One sequence of Sage attention."""
+class SageFamily(TunedFamily[tuple[int, bool], sage.SageChoice]):
+    """Sage attention of one sequence with int8 Q and K; the time includes their quantisation.
 
-    tokens: int
-    heads: Heads
-    causal: bool
-
-    @property
-    def shape(self) -> SageShape:
-        """The plan's."""
-        heads = self.heads
-        return SageShape(
-            1, self.tokens, self.tokens, heads.num_qo_heads, heads.num_kv_heads, heads.head_dim, False
-        )
-
-    @property
-    def mask(self) -> str | None:
-        """The keyword `causal`."""
-        return "bottom_right" if self.causal else None
-
-
-class SageFamily(TunedFamily[SageTokens, sage.SageChoice]):
-    """Sage attention of one sequence with int8 Q and K; the time includes their quantisation."""
+    A shape is its tokens, and whether it is causal.
+    """
 
     name = "sage"
 
-    def classes(self) -> list[tuple[SageTokens, ...]]:
+    def classes(self) -> list[tuple[tuple[int, bool], ...]]:
         """By tokens, without a mask and causal."""
         heads = self.heads
         if heads is None or heads.head_dim not in (64, 128):
             return []
         return [
-            tuple(SageTokens(n, heads, causal) for n in dict.fromkeys((most, _smaller_sage(most))))
+            tuple((n, causal) for n in dict.fromkeys((most, _smaller_sage(most))))
             for most, causal in product(self.settings.contexts, (False, True))
         ]
 
-    def class_of(self, sizes: SageTokens) -> str:
+    def class_of(self, sizes: tuple[int, bool]) -> str:
         """By the plan's shape."""
-        return sage.shape_class(sizes.shape, SageArguments(causal=sizes.mask))
+        return sage.shape_class(self._shape(sizes[0]), SageArguments(causal=_mask(sizes)))
 
-    def describe(self, sizes: SageTokens) -> str:
+    def describe(self, sizes: tuple[int, bool]) -> str:
         """Tokens."""
-        return f"{sizes.tokens} tokens"
+        return f"{sizes[0]} tokens"
 
-    def inputs(self, sizes: SageTokens) -> TunedInputs[sage.SageChoice]:
+    def _shape(self, tokens: int) -> SageShape:
+        heads = self.heads
+        assert heads is not None
+        return SageShape(1, tokens, tokens, heads.num_qo_heads, heads.num_kv_heads, heads.head_dim, False)
+
+    def inputs(self, sizes: tuple[int, bool]) -> Drawn:
         """Gaussian Q, K and V; the last rows of one head are checked, which are quantised by themselves."""
-        heads = sizes.heads
+        shape = self._shape(sizes[0])
         q, k, v = (
-            self.randn(1, sizes.tokens, count, heads.head_dim, seed=seed).bfloat16()
-            for seed, count in enumerate((heads.num_qo_heads, heads.num_kv_heads, heads.num_kv_heads))
+            self.randn(1, sizes[0], count, shape.head_dim, seed=seed).bfloat16()
+            for seed, count in enumerate((shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads))
         )
-        rows = min(_CHECKED_ROWS, sizes.tokens)
-        expected = sage_attention_reference(q[:, -rows:, :1], k[:, :, :1], v[:, :, :1], causal=sizes.mask)
+        rows = min(_CHECKED_ROWS, sizes[0])
+        expected = sage_attention_reference(q[:, -rows:, :1], k[:, :, :1], v[:, :, :1], causal=_mask(sizes))
         assert isinstance(expected, torch.Tensor)
         out = torch.empty_like(q)
-        return TunedInputs(
-            partial(self._plan, sizes),
+        return partial(self._plan, sizes), TunedCall(
             lambda plan: plan.run(q, k, v, out=out),
             lambda o: compare(o[:, -rows:, :1], expected).relative_l1,
             SAGE_BOUND,
         )
 
-    def _plan(self, sizes: SageTokens, choice: sage.SageChoice | None) -> SagePlan:
+    def _plan(self, sizes: tuple[int, bool], choice: sage.SageChoice | None) -> SagePlan:
         with shipped_only():
-            plan = plan_sage(sizes.shape, device=self.device, causal=sizes.mask)
+            plan = plan_sage(self._shape(sizes[0]), device=self.device, causal=_mask(sizes))
         if choice is not None:
             plan = replace(plan, config=sage.with_choice(plan.config, choice))
         return plan.with_workspace()
@@ -446,3 +409,13 @@ def _smaller_sage(tokens: int) -> int:
     """Whole blocks of tokens of the same class."""
     smaller = tokens * 5 // 8 // _SAGE_BLOCK * _SAGE_BLOCK
     return smaller if tokens // 2 < smaller else tokens
+
+
+def _mask(sizes: tuple[int, bool]) -> str | None:
+    """The keyword `causal` of Sage attention."""
+    return "bottom_right" if sizes[1] else None
+
+
+def _trial(plan: Callable[[Any], Any], call: TunedCall, choice: Any) -> TunedCall:
+    """A call by a configuration."""
+    return replace(call, run=partial(call.run, plan=plan(choice)))

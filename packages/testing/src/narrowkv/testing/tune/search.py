@@ -44,7 +44,7 @@ class TunedCall:
         bound: the largest that passes.
     """
 
-    run: Callable[[], torch.Tensor]
+    run: Callable[..., torch.Tensor]
     error: Callable[[torch.Tensor], float]
     bound: float
 
