@@ -10,8 +10,8 @@ import torch
 from narrowkv.attn_decode import tiles
 from narrowkv.attn_decode.config_tuned import MERGE_IN_LAUNCH, DecodeChoice
 from narrowkv.attn_decode.tiles import MOST_SPLITS, RESIDENT, DecodeTile, MergeTile, amd_splits
+from narrowkv.paged_cache.binding import parts_of
 from narrowkv.paged_cache.layouts import HeadShape
-from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.choices import choice_for
 from narrowkv.runtime.errors import UnsupportedError, check_choice
@@ -167,21 +167,6 @@ def _check_fp8_kernel(
     )
     if lacks:
         raise UnsupportedError(f"kernel='fp8' needs {lacks}; kernel='decode' works here")
-
-
-def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
-    """Elements per loaded word."""
-    if get_format(format_name).is_packed:
-        return 4
-    if format_name == "int8":
-        return 2
-    if not format_name.startswith(_FP8_PREFIX):
-        return 1
-    # Bit arithmetic on words takes no bytes out of them: 7.6 instructions an element on gfx942 become 3.2.
-    # NVIDIA's LDS can transpose 16-bit elements only, and V is transposed on its way to the matrix unit.
-    if target.is_amd:
-        return 2 if widen_route(target, format_name) == BITS else 1
-    return 2 if target.vendor == "nvidia" and not is_key else 1
 
 
 # Time of a key by the rows of its tile, relative to one another. H100, ratio 12, FP8, 8k keys: 8 tokens of

@@ -41,7 +41,6 @@ from narrowkv.runtime.errors import (
     check_finite_float,
     check_no_grad,
 )
-from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import (
     BoundLaunch,
     LaunchOptions,
@@ -51,7 +50,7 @@ from narrowkv.runtime.launch import (
     executor,
 )
 from narrowkv.runtime.launch.workspace import zeroed_counters
-from narrowkv.runtime.operation import Operation, Plan, spans_of_arguments
+from narrowkv.runtime.operation import ByIdentity, Operation, Plan, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.targets import Target
 

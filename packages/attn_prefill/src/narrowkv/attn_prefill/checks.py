@@ -12,7 +12,7 @@ from narrowkv.attn_decode.checks import QUERY_DTYPES
 from narrowkv.attn_prefill.arguments import Arguments
 from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.paged_cache.checks import check_apart, check_new_tokens, check_table, tensors_of
+from narrowkv.paged_cache.checks import check_new_tokens, check_table, tensors_of
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.checks import refuse_overlap
@@ -28,20 +28,16 @@ from narrowkv.runtime.errors import (
     check_tensor,
 )
 
+APPEND_DTYPES = (torch.bfloat16, torch.float16)  # of queries and new tokens
+
 
 def inputs_of(given: Arguments) -> dict[str, Any]:
     """What a call reads, by the names of messages."""
     return {
         "q": given.q, **tensors_of(given.cache, given.page_table), "cu_seqlens_q": given.cu_seqlens_q,
         "sinks": given.sinks, "q_descale": given.q_descale, "k_new": given.k_new, "v_new": given.v_new,
-        "out_scale": given.out_scale, **_rope_tensors(given.rope),
+        "out_scale": given.out_scale, **({} if given.rope is None else given.rope.tensors()),
     }  # fmt: skip
-
-
-def _rope_tensors(rope: Rope | None) -> dict[str, Any]:
-    if rope is None:
-        return {}
-    return {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
 
 
 def check_chunk(given: Arguments, *, validate: bool | None) -> None:
@@ -53,10 +49,9 @@ def check_chunk(given: Arguments, *, validate: bool | None) -> None:
         check_dtype(name, new, (q.dtype,))
         check_shape(name, new, (q.shape[0], cache.num_kv_heads, head_dim))
     check_same_device(q=q, k_new=k_new)
-    check_new_tokens(cache, k_new, v_new, rope, "mse", validate=validate)
     # Of the cache's own tensors those of the transform alone are not written.
     inputs = {name: x for name, x in inputs_of(given).items() if not name.startswith("cache.")}
-    check_apart(cache, **inputs)
+    check_new_tokens(cache, k_new, v_new, rope, inputs, validate=validate)
 
 
 def refuse_shared_memory(given: Arguments) -> None:
@@ -163,14 +158,18 @@ def prefill_shape(
     page_table: PageTable,
     cu_seqlens_q: torch.Tensor,
     *,
-    before_append: bool = False,
+    appends: bool,
 ) -> PrefillShape:
     """Checks what a call's metadata can tell without reading the device, and returns its shape.
+
+    An append needs 16-bit queries and a block table with the lengths before it.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    check_table(page_table, cache, before_append=before_append)
+    if appends:
+        check_dtype("q", q, APPEND_DTYPES)
+    check_table(page_table, cache, before_append=appends)
     check_dtype("q", q, QUERY_DTYPES)
     check_shape("q", q, ("tokens", "num_qo_heads", "head_dim"))
     check_last_dim_contiguous("q", q)
@@ -217,27 +216,17 @@ def bounded(
     return replace(shape, kv_tokens=min(shape.kv_tokens, shape.batch * shape.max_seq_len))
 
 
-def append_shape(
-    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor
-) -> PrefillShape:
-    """`prefill_shape` for an append, which needs 16-bit queries and a block table."""
-    check_dtype("q", q, (torch.bfloat16, torch.float16))
-    return prefill_shape(q, cache, page_table, cu_seqlens_q, before_append=True)
-
-
-def check_classes(
-    q: object, cache: object, page_table: object, cu_seqlens_q: object, rope: object = None,
-    new: dict[str, object] | None = None, **optional: object,
-) -> None:  # fmt: skip
-    """Refuses arguments of wrong classes; `optional` ones and `rope` may be None, `new` ones may not."""
-    check_instance("cache", cache, PagedKVCache)
-    check_instance("page_table", page_table, PageTable)
-    tensors = {"q": q, "cu_seqlens_q": cu_seqlens_q, **(new or {})}
-    tensors |= {name: value for name, value in optional.items() if value is not None}
-    for name, value in tensors.items():
-        check_tensor(name, value)
-    if rope is not None:
-        check_instance("rope", rope, Rope)
+def check_classes(given: Arguments, *, appends: bool = False) -> None:
+    """Refuses arguments of wrong classes."""
+    check_instance("cache", given.cache, PagedKVCache)
+    check_instance("page_table", given.page_table, PageTable)
+    needed = ("q", "cu_seqlens_q", *(("k_new", "v_new") if appends else ()))
+    for name in (*needed, "out", "lse", "sinks"):
+        value = getattr(given, name)
+        if value is not None or name in needed:
+            check_tensor(name, value)
+    if given.rope is not None:
+        check_instance("rope", given.rope, Rope)
 
 
 def check_shape_of_plan(shape: PrefillShape, cache: PagedKVCache, *, appends: bool) -> None:
@@ -248,7 +237,7 @@ def check_shape_of_plan(shape: PrefillShape, cache: PagedKVCache, *, appends: bo
     """
     for name in ("batch", "num_tokens", "max_q_len", "num_qo_heads", "max_seq_len", "kv_tokens"):
         check_positive_int(name, getattr(shape, name))
-    known = (torch.bfloat16, torch.float16) if appends else QUERY_DTYPES
+    known = APPEND_DTYPES if appends else QUERY_DTYPES
     if shape.q_dtype not in known:
         raise ValueError(f"q_dtype must be one of {known}, got {shape.q_dtype}")
     wanted = (cache.num_kv_heads, cache.head_dim, cache.v_head_dim, cache.page_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 
 from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillConfig, PrefillShape
@@ -215,6 +216,7 @@ def _most_together(target: Target, shape: PrefillShape, formats: tuple[str, str]
     return 1 + int(launches / max(one.us - one.launch_us, 1e-9))
 
 
+@lru_cache(1024)
 def most_widened(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
     """The most sequences whose keys are widened in calls of up to this shape."""
     least = few_tokens(target, shape, formats, widened) + 1

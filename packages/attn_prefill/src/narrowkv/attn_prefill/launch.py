@@ -9,7 +9,6 @@ import torch
 import triton.language as tl
 
 from narrowkv.attn_prefill.arguments import Arguments
-from narrowkv.attn_prefill.binding import TRITON_TYPES, matrix_of, per_key
 from narrowkv.attn_prefill.config import triton_fp8
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
 from narrowkv.attn_prefill.kernels.append_store import _produce_kernel
@@ -41,7 +40,7 @@ from narrowkv.attn_prefill.memory import (
     key_type,
     power_of_two,
 )
-from narrowkv.attn_prefill.settings import PrefillSettings
+from narrowkv.attn_prefill.settings import PrefillSettings, per_key
 from narrowkv.attn_prefill.shapes import IN_PAGES, WIDE_HEAD, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
     compute_units_of,
@@ -50,12 +49,19 @@ from narrowkv.attn_prefill.tiles import (
     tuned_as,
     widen_options,
 )
-from narrowkv.paged_cache import PagedKVCache
-from narrowkv.paged_cache.binding import BoundCache, BoundTable, multiplied_parts, widening_power
+from narrowkv.paged_cache import PagedKVCache, Rope
+from narrowkv.paged_cache.binding import (
+    BoundCache,
+    BoundTable,
+    multiplied_parts,
+    widening_power,
+)
 from narrowkv.paged_cache.kernels.pages import Table
-from narrowkv.paged_cache.rope import rope_pointers
+from narrowkv.paged_cache.rope import rope_constants, rope_pointers
+from narrowkv.paged_cache.storing import Store
 from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, launch_of, named
+from narrowkv.runtime.operation import ByIdentity
 
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
 _WIDE_TOKENS = 8  # the same on NVIDIA of heads wider than 256: with 16, FP4 spills 16 bytes
@@ -67,6 +73,28 @@ _FILLING_PROGRAMS, _APPENDING_PROGRAMS = 4, 16
 _PLACED_TILES = 8  # tiles that one program puts in their order
 # P is at most one; in FP8 it is brought near the largest number that each format has.
 _P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
+TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+_matrices: ByIdentity[dict[int, Any]] = ByIdentity()
+
+
+def matrix_of(cache: PagedKVCache, block_n: int) -> Any:
+    """How tiles of `block_n` keys are copied out of the pages, a `PageMatrix`, or None; found once."""
+    known = _matrices.get(id(cache))
+    if known is None:
+        known = _matrices.keep(cache, {})
+    if block_n not in known:
+        from narrowkv.attn_prefill.kernels.pipelined_copies import page_matrix
+
+        known[block_n] = page_matrix(cache, block_n)
+    return known[block_n]
+
+
+def storing_constants(store: Store, exponent: str, rope: Rope | None) -> Storing:
+    """Constants of how new tokens are rotated and stored in a cache."""
+    found = {**store.plan.constants, **rope_constants(rope), "RULE": exponent}
+    return Storing(**{name: found[name.upper()] for name in Storing._fields})
 
 
 class CallTraits(NamedTuple):
@@ -97,11 +125,6 @@ class CallTraits(NamedTuple):
     settle: str
     clean: bool
     o_scale: bool = False
-
-    @property
-    def has_options(self) -> bool:
-        """Whether kernels take a log-sum-exp, sinks, a scale of queries or outputs, or shifts of logits."""
-        return self.lse or self.sinks or self.q_descale or self.shifts or self.o_scale
 
 
 class Route(NamedTuple):
@@ -143,22 +166,11 @@ class Route(NamedTuple):
         return [self.attend] if self.fill is None else [self.fill, self.attend]
 
 
-def make_routes(
-    plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
-    traits: CallTraits,
-) -> tuple[Route, ...]:  # fmt: skip
-    """The kernels of a call of this shape, configuration and traits, for one class of sequences each.
-
-    The last one stores the new tokens of an append, of all sequences.
-    """
-    parts = (*config.short_queries, config)
-    return tuple(_make_route(plan, shape, part, cache, bound, traits) for part in parts)
-
-
-def _make_route(
+def make_route(
     plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
     traits: CallTraits,
 ) -> Route:  # fmt: skip
+    """The kernels of a call of this shape and traits, for the class of sequences of a configuration."""
     in_pages = config.kernel in IN_PAGES
     own = per_key(plan.k_granularity, plan.v_granularity) if in_pages else plan.widened_per_key()
     folded = traits.positive and not traits.soft_cap and not own[0]
@@ -172,7 +184,7 @@ def _make_route(
     fused = config.kernel in IN_PAGES
     ping_pong = config.ping_pong is not None and folded and config.num_splits == 1 and not rotates
     # That kernel does not convert queries to another type.
-    ping_pong = ping_pong and key_type(plan.q_dtype, plan.k_format) in (plan.q_dtype, torch.uint8)
+    ping_pong = ping_pong and key_type(plan.shape.q_dtype, plan.k_format) in (plan.shape.q_dtype, torch.uint8)
     if ping_pong:
         assert config.ping_pong is not None
         config = replace(config.ping_pong, q_lens=config.q_lens)
@@ -215,7 +227,17 @@ class _Maker:
         self.num_tiles = shape.row_tiles(config.block_m)
         self.sequences = shape.sequences_with(config.q_lens[0])
         self.key_blocks = shape.scratch_rows(config.scratch_block, self.sequences) // config.scratch_block
-        self.key_type = key_type(plan.q_dtype, plan.k_format)
+        self.key_type = key_type(plan.shape.q_dtype, plan.k_format)
+        # Of K in the workspace: a 16-bit type, or the FP8 type of the matrix unit.
+        self.matrix_type: Any = (
+            TRITON_TYPES.get(self.key_type) if config.fp8 is None else getattr(tl, triton_fp8(config.fp8))
+        )
+        # An append's block factors include a head's descale.
+        kind: str = bound.readings["to_scratch"].k_stored.descale
+        self.k_descale = "scalar" if self.appends and kind == "head" else kind
+        self.v_block_factors = has_v_factors(
+            plan.v_format, appends=self.appends, k_in_pages=config.k_in_pages
+        )
 
     def one_launch(self) -> Route:
         """The cache is read in its pages."""
@@ -273,7 +295,7 @@ class _Maker:
         stored = reading.v_stored
         power = widening_power(stored.format, stored.route, stored.descale)
         constants["FILLING"] = Filling(
-            k_type=None if in_pages else self._matrix_type(),
+            k_type=None if in_pages else self.matrix_type,
             causal=traits.window_right >= 0,
             early=config.options.launch_pdl,
             loops=loops,
@@ -326,22 +348,22 @@ class _Maker:
         constants = {
             # Pages are behind it.
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
-            "K_DESCALE": self._k_descale(),
+            "K_DESCALE": self.k_descale,
             "V_DESCALE": reading.v_stored.descale,
             "ROTARY_DIM": traits.storing.rotary_dim if traits.storing is not None and self.rotates else 0,
             "INTERLEAVED": traits.storing is not None and traits.storing.interleaved,
             "RULES": self._rules(
-                compute=self._matrix_type(),
-                fp8=None if config.fp8 is None else self._matrix_type(),
+                compute=self.matrix_type,
+                fp8=None if config.fp8 is None else self.matrix_type,
                 q_descale=traits.q_descale,
-                scale_q=self.key_type == torch.float16 and plan.q_dtype == torch.bfloat16,
-                split_q=self.key_type == torch.bfloat16 and plan.q_dtype == torch.float16,
+                scale_q=self.key_type == torch.float16 and plan.shape.q_dtype == torch.bfloat16,
+                split_q=self.key_type == torch.bfloat16 and plan.shape.q_dtype == torch.float16,
             ),
             "WIDENED": Widened(
                 k_per_key=k_per_key,
                 v_per_key=v_per_key,
                 k_block_factors=self.appends,
-                v_block_factors=self._v_block_factors(),
+                v_block_factors=self.v_block_factors,
                 tma=config.tma,
                 overlap=config.overlap,
                 # Overlapping rounds need one loop over all tiles.
@@ -360,23 +382,18 @@ class _Maker:
         fp8 = config.fp8 is not None
         constants = {
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
-            "K_DESCALE": self._k_descale(),
+            "K_DESCALE": self.k_descale,
             "V_DESCALE": reading.v_stored.descale,
             "RULES": self._rules(
-                compute=self._matrix_type(), fp8=self._matrix_type() if fp8 else None, scale_q=False,
+                compute=self.matrix_type, fp8=self.matrix_type if fp8 else None, scale_q=False,
                 split_q=False, q_descale=self.traits.q_descale,
             ),
             "CALL": cdna_call(
                 config.block_m, config.block_n, self.shape.head_dim, config.options.num_warps, fp8,
-                self.appends, self._v_block_factors(),
+                self.appends, self.v_block_factors,
             ),
         }  # fmt: skip
         return self.plan.bind(_cdna_prefill_kernel, config.options, **constants)
-
-    def _matrix_type(self) -> Any:
-        """Dtype of K in the workspace: a 16-bit type, or the FP8 type of the matrix unit."""
-        fp8 = self.config.fp8
-        return TRITON_TYPES[self.key_type] if fp8 is None else getattr(tl, triton_fp8(fp8))
 
     def _pipelined(self, in_pages: bool) -> BoundLaunch:
         """Attention over the scratch in Hopper's own kernel, with one program a multiprocessor."""
@@ -389,7 +406,7 @@ class _Maker:
             v_descale=reading.v_stored.descale,
             pad=None if not self.appends else "last" if in_pages else "first",
             two_scales=self.appends and (reading.k_stored.descale == "head" or reading.k_factor != 1.0),
-            v_block_factors=self._v_block_factors(),
+            v_block_factors=self.v_block_factors,
             window_left=traits.window_left,
             window_right=traits.window_right,
             sinks=traits.sinks,
@@ -400,14 +417,6 @@ class _Maker:
             stages=config.options.num_stages,
         )
         return self.plan.bind(_pipelined_prefill_kernel, config.options, SIZES=self.sizes, RULES=rules)
-
-    def _k_descale(self) -> str:
-        """How attention over the scratch takes K's descale; an append's block factors include a head's."""
-        kind: str = self.bound.readings["to_scratch"].k_stored.descale
-        return "scalar" if self.appends and kind == "head" else kind
-
-    def _v_block_factors(self) -> bool:
-        return has_v_factors(self.plan.v_format, appends=self.appends, k_in_pages=self.config.k_in_pages)
 
     def _rules(self, **values: Any) -> Rules:
         """Constants of the mathematics; those that attention over the scratch does not use have one value."""
@@ -443,8 +452,8 @@ class _Maker:
         values: dict[str, Any] = {"window_right": -1} if self.appends else {}
         return self._rules(
             compute=tl.float16 if half else tl.bfloat16,
-            scale_q=half and plan.q_dtype == torch.bfloat16,
-            split_q=(not half and plan.q_dtype == torch.float16) or (fp8 is not None and self.appends),
+            scale_q=half and plan.shape.q_dtype == torch.bfloat16,
+            split_q=(not half and plan.shape.q_dtype == torch.float16) or (fp8 is not None and self.appends),
             fp8=None if fp8 is None else getattr(tl, triton_fp8(fp8)),
             clean=self.traits.clean,
             p_scale=1.0 if fp8 is None else _P_SCALE[fp8],

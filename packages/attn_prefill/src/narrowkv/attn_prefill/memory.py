@@ -47,7 +47,7 @@ class MemorySizes:
         shape: the shape, or the largest that is served.
         config: the configuration.
         target: what it was chosen for.
-        q_dtype: of the query; k_format, v_format: of the cache; per_key: see `binding.widened_per_key`.
+        q_dtype: of the query; k_format, v_format: of the cache; per_key: see `widened_per_key`.
         appends: whether the call appends.
         num_splits: a number of splits that the caller forced, or None.
         sequences: a bound of the sequences whose keys are widened.
@@ -84,7 +84,8 @@ class MemorySizes:
                 found["k_block_factor"] = blocks, torch.float32
             if has_v_factors(self.v_format, appends=self.appends, k_in_pages=config.k_in_pages):
                 found["v_block_factor"] = blocks, torch.float32
-            found["schedule"] = (max(shape.row_tiles(self._least_rows()), 1), 8), torch.int32
+            tiles = max(shape.row_tiles(config.block_m if self.exact else 16), 1)
+            found["schedule"] = (tiles, 8), torch.int32
         rows = self._partial_rows()
         if rows:
             found["acc"] = (rows * power_of_two(shape.v_dim),), torch.float32
@@ -105,7 +106,7 @@ class MemorySizes:
             if config.kernel == "split":
                 tiles = shape.row_tiles(config.block_m, config.q_lens[1])
                 return {"arrived": tiles * shape.num_kv_heads}
-            tiles = 2 * shape.row_tiles(self._least_rows()) * shape.num_kv_heads
+            tiles = 2 * shape.row_tiles(config.block_m if self.exact else 16) * shape.num_kv_heads
             most = 2 * partial_programs(self.target, 2)
             found["arrived"] = tiles if self.exact or self.num_splits else min(tiles, most)
         return found
@@ -149,10 +150,6 @@ class MemorySizes:
         """What a call that allocates its memory gives its launches besides `allocate`, by name."""
         return {"rows": self.rows} | {_place_of(name): at for name, at in self.offsets.items()}
 
-    def _least_rows(self) -> int:
-        """The fewest rows that a tile of rows can have."""
-        return self.config.block_m if self.exact else 16
-
     def _partial_rows(self) -> int:
         """Rows of partial results."""
         shape = self.shape
@@ -180,7 +177,10 @@ def make_memory(memory_sizes: MemorySizes, workspace: Workspace) -> LaunchMemory
         for name, count in counts.items():
             begin = memory_sizes.offsets[name] // 4
             tensors[name] = counters[begin : begin + count]
-    return memory_of(memory_sizes, tensors, memory_sizes.rows, _descriptors(memory_sizes.config, tensors))
+    config, descriptors = memory_sizes.config, (None, None)
+    if config.tma and "k" in tensors:
+        descriptors = (_descriptor(config, tensors["k"]), _descriptor(config, tensors["v"]))
+    return memory_of(memory_sizes, tensors, memory_sizes.rows, descriptors)
 
 
 def allocate(memory_sizes: MemorySizes, device: torch.device) -> dict[str, torch.Tensor | None]:
@@ -244,13 +244,6 @@ def memory_of(
     splits = memory_sizes.config.num_splits > 1 or memory_sizes.config.kernel == "split"
     partials = PartialResults(*(part(name) if splits else None for name in ("acc", "ml", "arrived")))
     return LaunchMemory(scratch, partials, descriptors, tensors)
-
-
-def _descriptors(config: PrefillConfig, tensors: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-    """Tensor descriptors of K and V of the scratch, for kernels that load by them."""
-    if "k" not in tensors or not config.tma:
-        return None, None
-    return _descriptor(config, tensors["k"]), _descriptor(config, tensors["v"])
 
 
 def _descriptor(config: PrefillConfig, stored: torch.Tensor) -> Any:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from narrowkv.attn_decode.checks import check_transform, fold_q_descale
 from narrowkv.attn_decode.planning import plan_for_call as decode_plan_for_call
 from narrowkv.attn_prefill.arguments import APPEND, PLAIN_VALUES, PREFILL, Arguments
-from narrowkv.attn_prefill.binding import matrix_of, storing_constants
 from narrowkv.attn_prefill.checks import (
-    append_shape,
     check_bounds,
     check_chunk,
     check_classes,
@@ -23,7 +21,14 @@ from narrowkv.attn_prefill.checks import (
     refuse_shared_memory,
 )
 from narrowkv.attn_prefill.config import fp8_route
-from narrowkv.attn_prefill.launch import CallTraits, Route, launches_of, make_routes
+from narrowkv.attn_prefill.launch import (
+    CallTraits,
+    Route,
+    launches_of,
+    make_route,
+    matrix_of,
+    storing_constants,
+)
 from narrowkv.attn_prefill.memory import MemorySizes, allocate
 from narrowkv.attn_prefill.settings import PrefillSettings
 from narrowkv.attn_prefill.shapes import PrefillShape
@@ -33,14 +38,19 @@ from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope, metadata_of
 from narrowkv.quant.device import widening_exponent
 from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows
-from narrowkv.runtime.errors import (
-    check_finite_float,
-    check_instance,
-    check_no_grad,
+from narrowkv.runtime.errors import check_finite_float, check_instance, check_no_grad
+from narrowkv.runtime.launch import (
+    BoundLaunch,
+    PreparedCall,
+    active_target,
+    executor,
+    is_compiled,
 )
-from narrowkv.runtime.launch import BoundLaunch, PreparedCall, active_target, executor, is_compiled
 from narrowkv.runtime.operation import Operation, Prepared, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
+
+if TYPE_CHECKING:
+    pass
 
 _LOG2E = math.log2(math.e)
 _NOTHING: dict[str, Any] = {}
@@ -130,7 +140,8 @@ class PrefillPlan(PrefillSettings):
         found: dict[int, BoundLaunch] = {}
         for config, shape in self.configs_of_calls():
             if config.kernel != "decode":
-                for route in make_routes(self, shape, config, cache, bound, traits):
+                for part in (*config.short_queries, config):
+                    route = make_route(self, shape, part, cache, bound, traits)
                     found |= {id(launch): launch for launch in route.kernels}
         return tuple(found.values())
 
@@ -184,7 +195,7 @@ class PrefillPlan(PrefillSettings):
             )  # fmt: skip
             call: PreparedPrefill | None = self.calls.get(signature)
         except (AttributeError, TypeError):
-            self._check_classes(given)
+            check_classes(given, appends=self.appends)
             raise
         if call is None or given.validate:
             call = self._checked_call(bound, table, turn, signature, given)
@@ -233,19 +244,12 @@ class PrefillPlan(PrefillSettings):
 
     def _bind_arguments(self, given: Arguments) -> tuple[BoundCache, BoundTable, BoundRope | None]:
         """Cache, page table and rotary embedding as kernel arguments."""
-        self._check_classes(given)
+        check_classes(given, appends=self.appends)
         bound = self.bound_cache(given.cache)
         table = BOUND_TABLES.get(id(given.page_table)) or bind_table(given.page_table)
         if given.rope is None:
             return bound, table, None
         return bound, table, BOUND_ROPES.get(id(given.rope)) or bind_rope(given.rope)
-
-    def _check_classes(self, given: Arguments) -> None:
-        new: dict[str, object] = {"k_new": given.k_new, "v_new": given.v_new} if self.appends else {}
-        check_classes(
-            given.q, given.cache, given.page_table, given.cu_seqlens_q, given.rope, new, out=given.out,
-            lse=given.lse, sinks=given.sinks,
-        )  # fmt: skip
 
     def _checked_call(
         self, bound: BoundCache, table: BoundTable, turn: BoundRope | None, signature: Any, given: Arguments
@@ -268,9 +272,9 @@ class PrefillPlan(PrefillSettings):
         if given.batch_invariant and not self.batch_invariant:
             raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
         q, cache, table, starts = given.q, given.cache, given.page_table, given.cu_seqlens_q
-        shape = (append_shape if self.appends else prefill_shape)(q, cache, table, starts)
+        shape = prefill_shape(q, cache, table, starts, appends=self.appends)
         check_chunk(given, validate=given.validate)
-        made = (self.shape.num_qo_heads, self.shape.head_dim, self.q_dtype, self.target.name)
+        made = (self.shape.num_qo_heads, self.shape.head_dim, self.shape.q_dtype, self.target.name)
         called = (shape.num_qo_heads, shape.head_dim, shape.q_dtype, active_target(q.device).name)
         if made != called:
             raise ValueError(
@@ -282,8 +286,8 @@ class PrefillPlan(PrefillSettings):
         )
         soft_cap = check_soft_cap(given.logits_soft_cap)
         left, right = check_windows(given.window_left, given.window_right, causal=given.causal)
-        check_transform(cache.key_transform, q)
         if not self.appends:
+            check_transform(cache.key_transform, q)
             scale = fold_q_descale(q, given.q_descale, scale)
         check_no_grad(q=q, k=cache.k, v=cache.v)
         if given.validate:
@@ -320,35 +324,28 @@ class PrefillPlan(PrefillSettings):
             sinks=sinks,
             lse=lse,
             shifts=bound.transform.offset is not None and (soft_cap or sinks or lse),
-            storing=None if self.exponent is None else storing_constants(cache, self.exponent, rope),
+            storing=None
+            if self.exponent is None or bound.store is None
+            else storing_constants(bound.store, self.exponent, rope),
             settle=self.target.store_wait if is_compiled(cache.k) else "",
             clean=cache.negative_zero_free,
             **options,
         )
-
-    def _bounded(self, shape: PrefillShape) -> PrefillShape:
-        """The call's shape with the plan's bounds, if it has any."""
-        if self.scratch_fits is None:
-            return shape
-        most = self.shape
-        if shape.batch > most.batch or shape.num_tokens > most.num_tokens:
-            raise ValueError(
-                f"plan must be made for {shape.num_tokens} query tokens of {shape.batch} sequences or more, "
-                f"got a plan for {most.num_tokens} of {most.batch}: call {self.maker} again"
-            )
-        return self.shape_of_call(shape.batch, shape.num_tokens)
 
     def _prepare(
         self, bound: BoundCache, table: BoundTable, turn: BoundRope | None, given: Arguments,
         checked: CheckedPrefill,
     ) -> PreparedPrefill:  # fmt: skip
         """The launches of a checked call."""
-        traits, shape = checked.traits, self._bounded(checked.shape)
+        traits, shape = checked.traits, checked.shape
+        if self.scratch_fits is not None:
+            shape = self.shape_of_call(shape.batch, shape.num_tokens)
         config = self.config_for(shape)
         decodes = config.kernel == "decode"
         classes = []
         if shape.num_tokens and not decodes:
-            for route in make_routes(self, shape, config, given.cache, bound, traits):
+            for part in (*config.short_queries, config):
+                route = make_route(self, shape, part, given.cache, bound, traits)
                 sizes = route.memory.arguments if isinstance(route.memory, MemorySizes) else {}
                 launches = self._launches(route, bound, table, turn, given, checked)
                 classes.append(route._replace(launches=launches, sizes=route.sizes | sizes))
@@ -357,7 +354,7 @@ class PrefillPlan(PrefillSettings):
             classes=tuple(classes),
             decodes=decodes and shape.num_tokens > 0,
             q_as_bytes=not self.appends and self.config.fp8 not in (None, self.k_format),
-            has_options=traits.has_options,
+            has_options=any((traits.lse, traits.sinks, traits.q_descale, traits.shifts, traits.o_scale)),
             starts_as_is=given.cu_seqlens_q.is_contiguous(),
             out=((*given.q.shape[:2], self.shape.v_dim), checked.out_dtype),
             lse=(given.q.shape[:2], torch.float32),
@@ -393,6 +390,7 @@ class AppendPlan(PrefillPlan):
     """A `PrefillPlan` for `prefill_append`."""
 
     operation: ClassVar[Operation] = APPEND
+    appends: ClassVar[bool] = True
 
     def run(  # type: ignore[override]
         self,

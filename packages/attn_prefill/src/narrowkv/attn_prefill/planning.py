@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, plan_decode
-from narrowkv.attn_prefill.binding import widened_per_key
+from narrowkv.attn_prefill.arguments import Arguments
 from narrowkv.attn_prefill.checks import (
-    append_shape,
     bounded,
     check_classes,
     check_shape_of_plan,
@@ -19,7 +18,7 @@ from narrowkv.attn_prefill.checks import (
 )
 from narrowkv.attn_prefill.memory import key_type
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
-from narrowkv.attn_prefill.settings import SCRATCH_LIMIT_BYTES
+from narrowkv.attn_prefill.settings import SCRATCH_LIMIT_BYTES, widened_per_key
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.cache import CACHE_KINDS, fp4_scales, kind_of_cache
@@ -183,9 +182,9 @@ def _shape_of(
     """The largest call's shape, once it is checked."""
     if not isinstance(q, PrefillShape):
         if page_table is None or cu_seqlens_q is None:
-            check_classes(q, cache, page_table, cu_seqlens_q)
+            check_classes(Arguments(q, cache, cast(Any, page_table), cast(Any, cu_seqlens_q)))
             raise AssertionError("one of them is None")
-        return (append_shape if appends else prefill_shape)(q, cache, page_table, cu_seqlens_q)
+        return prefill_shape(q, cache, page_table, cu_seqlens_q, appends=appends)
     if page_table is not None or cu_seqlens_q is not None:
         raise TypeError("page_table and cu_seqlens_q must be None with a PrefillShape: it says the maxima")
     check_shape_of_plan(q, check_instance("cache", cache, PagedKVCache), appends=appends)
@@ -236,7 +235,7 @@ def plan_for_call(
     """
     cache_kind = CACHE_KINDS.get(id(cache))
     if cache_kind is None or type(q) is not torch.Tensor:
-        check_classes(q, cache, page_table, cu_seqlens_q)
+        check_classes(Arguments(q, cache, page_table, cu_seqlens_q))
         cache_kind = kind_of_cache(cache)
     running = executor()
     key = (
@@ -245,11 +244,10 @@ def plan_for_call(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
+        shape = prefill_shape(q, cache, page_table, cu_seqlens_q, appends=kind.appends)
         if kind is PrefillPlan:
-            shape = prefill_shape(q, cache, page_table, cu_seqlens_q)
             plan = plan_without_memory(PrefillPlan, shape, cache, batch_invariant=flag)
         else:
-            shape = append_shape(q, cache, page_table, cu_seqlens_q)
             plan = plan_without_memory(AppendPlan, shape, cache, exponent="mse", fp8_compute=flag)
         _plans.keep(key, plan)
     return cast(_P, plan)

@@ -3,31 +3,93 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from narrowkv.attn_decode import DecodePlan
-from narrowkv.attn_prefill.binding import read_options, widened_per_key
-from narrowkv.attn_prefill.config import choose_append_config, choose_config
+from narrowkv.attn_prefill.config import choose_append_config, choose_config, fp8_route
 from narrowkv.attn_prefill.cost import explain_class, few_bounds, most_widened
-from narrowkv.attn_prefill.memory import LaunchMemory, MemorySizes, make_memory, scratch_bytes
+from narrowkv.attn_prefill.kernels.widen import VALUE_EXPONENT
+from narrowkv.attn_prefill.memory import (
+    FACTORS_OF_BLOCKS,
+    LaunchMemory,
+    MemorySizes,
+    make_memory,
+    scratch_bytes,
+)
 from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, PrefillConfig, PrefillShape, scratch_block
 from narrowkv.attn_prefill.tiles import split_config
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.paged_cache.binding import BoundCache, bind_cache
+from narrowkv.paged_cache.binding import BoundCache, ReadOptions, bind_cache, parts_of
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import Workspace, block_bytes
-from narrowkv.runtime.operation import Bounded, Plan
+from narrowkv.runtime.operation import Bounded, ByIdentity, Plan
+from narrowkv.runtime.targets import Target
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 SCRATCH_LIMIT_BYTES = 4 * 2**30
 _LARGEST_BLOCK = 128  # keys of a block of scratch
+
+
+def per_key(k_granularity: str, v_granularity: str) -> tuple[bool, bool]:
+    """Whether K and V have descales that differ from key to key."""
+    shared = ("tensor", "head", "sequence_head")
+    return k_granularity not in shared, v_granularity not in shared
+
+
+@lru_cache
+def widened_per_key(
+    q_dtype: torch.dtype, formats: tuple[str, str], granularities: tuple[str, str]
+) -> tuple[bool, bool]:
+    """Whether widened K and V have factors of each key beside them.
+
+    FP4 takes its scales along when it is widened: K in bfloat16, exactly, since a scale has at most four bits
+    and an element two; V as that of a bf16 cache, see `to_fp16_with_exponent`. K in float16 would leave its
+    range.
+    """
+    k_own, v_own = per_key(*granularities)
+    k_takes_along = formats[0] == "fp4_e2m1" and q_dtype == torch.bfloat16
+    return k_own and not k_takes_along, v_own and formats[1] != "fp4_e2m1"
+
+
+@lru_cache
+def read_options(
+    target: Target, k_format: str, v_format: str, fp8: str | None
+) -> tuple[tuple[str, ReadOptions], ...]:
+    """How each kind of kernel reads a cache, by the names of `PrefillConfig.reading`.
+
+    "in_loop": kernels attend to its pages; "in_large_tiles": the same for tiles of 64 rows by the loop of
+    decode, whose matrix instruction takes V from shared memory as it lies there; "to_scratch": they widen its
+    keys into the scratch, ahead of attention, which keeps the bytes of K for FP8 matrix units and has V in
+    float16.
+
+    Args:
+        target: what the kernels run on.
+        k_format, v_format: of the cache.
+        fp8: the FP8 format in which the matrix unit multiplies the cache without widening, or None.
+    """
+    half = "bf16" not in (k_format, v_format)
+    k_parts, v_parts, large = (
+        parts_of(target, name, is_key=is_key) if fp8 is None else 1
+        for name, is_key in ((k_format, True), (v_format, False), (v_format, True))
+    )
+    k_route, v_route = (None if fp8 is None else fp8_route(fp8, name) for name in (k_format, v_format))
+    return (
+        ("in_loop", ReadOptions(k_parts, v_parts, k_route, v_route, half)),
+        ("in_large_tiles", ReadOptions(k_parts, large, k_route, v_route, half)),
+        (
+            "to_scratch",
+            ReadOptions(
+                k_parts, parts_of(target, v_format, is_key=False), k_route,
+                v_exponent=-VALUE_EXPONENT.value if v_format in FACTORS_OF_BLOCKS else None,
+            ),
+        ),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,6 +105,7 @@ class PrefillSettings(Plan):
         k_format, v_format: of the cache.
         k_granularity, v_granularity: of the descales.
         config: the kernel, its tiles and splits in the largest call.
+        appends: whether it is a plan of `prefill_append`.
         pipelines: whether `kernels/pipelined.py` takes the formats and runs here.
         decode: the plan of `paged_decode` where every sequence has one query token, else None.
         exponent: of `plan_append`: how FP4 scales of appended tokens are chosen; None for a plan that does
@@ -55,6 +118,7 @@ class PrefillSettings(Plan):
     results and counters.
     """
 
+    appends: ClassVar[bool] = False
     most_calls: ClassVar[int] = 4096
     shape: PrefillShape
     k_format: str
@@ -94,21 +158,20 @@ class PrefillSettings(Plan):
             for part in (*self.config.short_queries, self.config)
         )
 
-    @property
-    def q_dtype(self) -> torch.dtype:
-        """Of the query."""
-        return self.shape.q_dtype
-
-    @property
-    def appends(self) -> bool:
-        """Whether it is a plan of `prefill_append`."""
-        return self.exponent is not None
-
     def shape_of_call(self, batch: int, num_tokens: int) -> PrefillShape:
-        """The shape of a call with these numbers of sequences and query tokens, with the plan's bounds."""
+        """The shape of a call with these numbers of sequences and query tokens, with the plan's bounds.
+
+        Raises:
+            ValueError: the plan is for fewer.
+        """
         shape = self.shape
         if (batch, num_tokens) == (shape.batch, shape.num_tokens):
             return shape
+        if batch > shape.batch or num_tokens > shape.num_tokens:
+            raise ValueError(
+                f"plan must be made for {num_tokens} query tokens of {batch} sequences or more, "
+                f"got a plan for {shape.num_tokens} of {shape.batch}: call {self.maker} again"
+            )
         return replace(
             shape,
             batch=batch,
@@ -193,7 +256,7 @@ class PrefillSettings(Plan):
         fits = self.scratch_fits
         if fits is None:
             fits = self.scratch_bytes(shape) <= SCRATCH_LIMIT_BYTES
-        formats, q_format = (self.k_format, self.v_format), get_format(self.q_dtype)
+        formats, q_format = (self.k_format, self.v_format), get_format(self.shape.q_dtype)
         if self.appends:
             config = choose_append_config(
                 self.target, shape, formats, q_format.name, fp8_compute=self.fp8_compute, scratch_fits=fits,
@@ -232,12 +295,13 @@ class PrefillSettings(Plan):
 
     def _plain_keys(self) -> bool:
         """Whether widened keys have no factors of their own, and Q is one term beside them."""
-        return not any(self.widened_per_key()) and (self.k_format != "bf16" or self.q_dtype != torch.float16)
+        one_term = self.k_format != "bf16" or self.shape.q_dtype != torch.float16
+        return one_term and not any(self.widened_per_key())
 
     def widened_per_key(self) -> tuple[bool, bool]:
         """Whether widened K and V have factors of each key beside them."""
         granularities = (self.k_granularity, self.v_granularity)
-        return widened_per_key(self.q_dtype, (self.k_format, self.v_format), granularities)
+        return widened_per_key(self.shape.q_dtype, (self.k_format, self.v_format), granularities)
 
     def widened_sequences(self, shape: PrefillShape) -> int:
         """The most sequences whose keys are widened in calls of up to this shape."""
@@ -254,13 +318,13 @@ class PrefillSettings(Plan):
     def _has_classes(self) -> bool:
         """Whether sequences with few query tokens can have launches of their own."""
         automatic = self.kernel is None and self.num_splits is None and not self.batch_invariant
-        return automatic and self.q_dtype.itemsize > 1 and not self.fp8_compute
+        return automatic and self.shape.q_dtype.itemsize > 1 and not self.fp8_compute
 
     def memory_sizes(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> MemorySizes:
         """Memory of a configuration for calls of this shape, or (not exact) of any shape up to it."""
         own = self.widened_per_key()
         return MemorySizes(
-            shape, config, self.target, self.q_dtype, self.k_format, self.v_format, own,
+            shape, config, self.target, self.shape.q_dtype, self.k_format, self.v_format, own,
             self.appends, self.num_splits,
             shape.sequences_with(config.q_lens[0]) if exact else self.widened_sequences(shape), exact,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.runtime.identity import ByIdentity
+from narrowkv.runtime.operation import ByIdentity
 
 _HEADS_AXIS = {"NHD": 2, "HND": 1, "tokens": 1, "concat": 2, "vectorised": 1}
 _DESCALE_AXIS = {"head": 0, "sequence_head": 1, "page_head": 1, "token_head": 2, "token_head_group": 2}

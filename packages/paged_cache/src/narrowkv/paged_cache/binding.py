@@ -15,12 +15,11 @@ from narrowkv.paged_cache.layouts import KVStrides
 from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.paged_cache.storing import Store, store_of
 from narrowkv.quant import KeyTransform
-from narrowkv.quant.device import NATIVE, widen_route, widening_exponent
+from narrowkv.quant.device import BITS, NATIVE, widen_route, widening_exponent
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import spans_of
-from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import Arg
-from narrowkv.runtime.operation import Bounded
+from narrowkv.runtime.operation import Bounded, ByIdentity
 from narrowkv.runtime.targets import WARPGROUP_ROWS, Target, least_columns
 
 # Routes of widening: packed conversions in inline PTX; FP4 by way of bytes of FP8; FP4 by gfx950's own
@@ -327,6 +326,21 @@ def packed_route(
     if not packed or not half or target.vendor != "nvidia":
         return side.route
     return PTX8 if as_bytes and format_name == "fp4_e2m1" else PTX
+
+
+def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
+    """Elements per loaded word, at most."""
+    if get_format(format_name).is_packed:
+        return 4
+    if format_name == "int8":
+        return 2
+    if not format_name.startswith("fp8_"):
+        return 1
+    # Bit arithmetic on words takes no bytes out of them: 7.6 instructions an element on gfx942 become 3.2.
+    # NVIDIA's LDS can transpose 16-bit elements only, and V is transposed on its way to the matrix unit.
+    if target.is_amd:
+        return 2 if widen_route(target, format_name) == BITS else 1
+    return 2 if target.vendor == "nvidia" and not is_key else 1
 
 
 def multiplied_parts(target: Target, columns: int, parts: int) -> int:

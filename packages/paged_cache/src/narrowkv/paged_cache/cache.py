@@ -41,7 +41,7 @@ from narrowkv.runtime.errors import (
     check_tensor,
     span_bytes,
 )
-from narrowkv.runtime.identity import ByIdentity
+from narrowkv.runtime.operation import ByIdentity
 
 if TYPE_CHECKING:
     from narrowkv.paged_cache.page_table import PageTable

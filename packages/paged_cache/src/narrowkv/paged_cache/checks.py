@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -93,10 +94,10 @@ def check_table(
 
 def tensors_of(cache: PagedKVCache, page_table: PageTable) -> dict[str, Any]:
     """What attention reads of a cache and a page table, by the names of messages; some are no tensors."""
-    table = page_table
+    table, transform = page_table, cache.key_transform
     return {
         "cache.k": cache.k, "cache.v": cache.v, "cache.k_descale": cache.k_descale,
-        "cache.v_descale": cache.v_descale, **transform_tensors(cache.key_transform),
+        "cache.v_descale": cache.v_descale, **({} if transform is None else transform_tensors(transform)),
         "page ids": table.page_ids, "seq_lens": table.seq_lens, "kv_indptr": table.kv_indptr,
         "kv_last_page_len": table.kv_last_page_len, "key_ranges": table.key_ranges,
         "tree_mask": table.tree_mask,
@@ -161,19 +162,21 @@ def check_new_tokens(
     k_new: torch.Tensor,
     v_new: torch.Tensor,
     rope: Rope | None,
-    exponent: str,
+    read: Mapping[str, object],
+    *,
     validate: bool | None,
 ) -> None:
     """Refuses new tokens that cannot be stored in the cache, before anything is written.
 
     Args:
-        cache, k_new, v_new, rope, exponent: as for `append`.
+        cache: one that `check_stores` has found to be appended to.
+        k_new, v_new, rope: as for `append`.
+        read: what else the call reads, by the names of messages; what is no tensor is skipped.
         validate: whether to look at the values of positions too, which waits for the device.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    check_stores(cache)
     for name, new, head_dim in (("k_new", k_new, cache.head_dim), ("v_new", v_new, cache.v_head_dim)):
         check_dtype(name, new, FLOATS)
         if new.dim() != 3 or new.shape[1:] != (cache.num_kv_heads, head_dim):
@@ -183,35 +186,28 @@ def check_new_tokens(
                 f"got {list(new.shape)}{hint}"
             )
         check_last_dim_contiguous(name, new)
-    check_exponent(exponent, cache.k_descale, cache.v_descale)
     check_shape("v_new", v_new, (k_new.shape[0], cache.num_kv_heads, cache.v_head_dim))
     check_same_device(k=cache.k, k_new=k_new, v_new=v_new)
-    check_no_grad(k_new=k_new, v_new=v_new)
+    check_no_grad(k=cache.k, v=cache.v, k_new=k_new, v_new=v_new)
     inputs: dict[str, object] = {"k_new": k_new, "v_new": v_new}
     if rope is not None:
         check_rope(rope, cache.head_dim, k_new)
-        inputs |= {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
-    check_apart(cache, **inputs)
+        inputs |= rope.tensors()
+    inputs |= read
+    for name, tensor in written_tensors(cache).items():
+        check_no_overlap(name, tensor, **inputs)
     if validate and rope is not None and k_new.shape[0] and has_memory(rope.positions):
         low, high = int(rope.positions.min()), int(rope.positions.max())
         if low < 0 or high >= rope.cos.shape[0]:
             raise ValueError(f"rope.positions must lie in [0, {rope.cos.shape[0]}), got {low}..{high}")
 
 
-def check_apart(cache: PagedKVCache, **inputs: object) -> None:
-    """Checks that what an append writes overlaps neither itself nor an input.
-
-    Raises:
-        ValueError: naming both.
-    """
-    for name, tensor in written_tensors(cache).items():
-        check_no_overlap(name, tensor, **inputs)
-
-
 def check_append(given: StoreArguments) -> None:
     """Refuses what `append` cannot do, before anything is written."""
     cache, k_new, slots, k_offset = given.cache, given.k_new, given.slot_mapping, given.k_offset
-    check_new_tokens(cache, k_new, given.v_new, given.rope, given.exponent, given.validate)
+    read = {"slot_mapping": slots, "k_offset": k_offset, **transform_tensors(cache.key_transform)}
+    check_new_tokens(cache, k_new, given.v_new, given.rope, read, validate=given.validate)
+    check_exponent(given.exponent, cache.k_descale, cache.v_descale)
     if given.q is not None:
         _check_queries(given, given.q)
     check_index_vector("slot_mapping", slots, k_new.shape[0])
@@ -227,7 +223,6 @@ def check_append(given: StoreArguments) -> None:
         check_no_grad(k_offset=k_offset)
         if not k_offset.is_contiguous():
             raise ValueError(f"k_offset must be contiguous, got strides {k_offset.stride()}")
-    check_apart(cache, slot_mapping=slots, k_offset=k_offset, **transform_tensors(cache.key_transform))
     if given.validate and has_memory(slots):
         _check_slots(slots, cache.num_pages * cache.page_size)
     check_scales(static_scales(cache), given.validate)
@@ -243,10 +238,8 @@ def _check_queries(given: StoreArguments, q: torch.Tensor) -> None:
     check_last_dim_contiguous("q", q)
     check_same_device(k=cache.k, q=q)
     check_no_grad(q=q)
-    read = {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
-    check_no_overlap(
-        "q", q, **written_tensors(cache), **read, slot_mapping=given.slot_mapping, k_offset=given.k_offset
-    )
+    read = {**rope.tensors(), "slot_mapping": given.slot_mapping, "k_offset": given.k_offset}
+    check_no_overlap("q", q, **written_tensors(cache), **read)
     for name, new in (("k_new", given.k_new), ("v_new", given.v_new)):
         if q.numel() and has_memory(q) and has_memory(new) and rows_meet(q, new):
             raise ValueError(f"q must not share memory with {name}, got overlapping tensors")

@@ -19,8 +19,8 @@ from narrowkv.runtime.errors import (
     check_shape,
     spans_of,
 )
-from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import named_values
+from narrowkv.runtime.operation import ByIdentity
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,6 +46,10 @@ class Rope:
     def rotary_dim(self) -> int:
         """Leading dims that are rotated; the rest pass through."""
         return 2 * int(self.cos.shape[1])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by the names of messages."""
+        return {"rope.cos": self.cos, "rope.sin": self.sin, "rope.positions": self.positions}
 
 
 class BoundRope(NamedTuple):

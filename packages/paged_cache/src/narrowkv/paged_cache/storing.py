@@ -33,9 +33,8 @@ from narrowkv.paged_cache.rope import (
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import byte_span, check_instance, has_memory
-from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import Arg, LaunchOptions, PreparedCall, launch_by_name, named, named_values
-from narrowkv.runtime.operation import Bounded, Operation, Plan, Prepared, spans_of_arguments
+from narrowkv.runtime.operation import Bounded, ByIdentity, Operation, Plan, Prepared, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.targets import device_target
 

@@ -341,10 +341,8 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of the first byte of a tensor with memory and elements, and of the first byte after it."""
-    begin, last = tensor.data_ptr(), 0
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (size - 1) * stride
-    return begin, begin + (last + 1) * tensor.element_size()
+    begin = tensor.data_ptr()
+    return begin, begin + span_bytes(tensor)
 
 
 def spans_of(*values: object) -> list[tuple[int, int]]:
@@ -358,17 +356,6 @@ def span_bytes(x: torch.Tensor | None) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (last + 1) * x.element_size()
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether a stride lies within the span of the dimensions with smaller strides."""
-    span = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= span:
-                return True
-            span += (size - 1) * stride
-    return False
 
 
 def check_no_overlap(out_name: str, out: torch.Tensor, /, **inputs: object) -> None:
@@ -387,11 +374,14 @@ def check_no_overlap(out_name: str, out: torch.Tensor, /, **inputs: object) -> N
     """
     if out.numel() == 0:
         return
-    if _overlaps_itself(out):
-        raise ValueError(
-            f"{out_name} must not overlap itself, got shape {list(out.shape)} with strides "
-            f"{list(out.stride())}: pass a tensor whose elements each have their own memory"
-        )
+    span = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride <= span:
+            raise ValueError(
+                f"{out_name} must not overlap itself, got shape {list(out.shape)} with strides "
+                f"{list(out.stride())}: pass a tensor whose elements each have their own memory"
+            )
+        span += (size - 1) * stride
     if not has_memory(out):
         return
     low, high = byte_span(out)

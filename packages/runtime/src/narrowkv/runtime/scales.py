@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from narrowkv.runtime.errors import check_descale_tensor, has_memory
-from narrowkv.runtime.identity import ByIdentity
-from narrowkv.runtime.operation import Bounded
+from narrowkv.runtime.operation import Bounded, ByIdentity
 
 __all__ = ["check_scales", "not_written"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 
 import torch
@@ -72,22 +72,22 @@ class Target:
     figures: Figures | None
     compute_units: int
 
-    @property
+    @cached_property
     def is_amd(self) -> bool:
         """Whether kernels for it are AMD code objects."""
         return self.vendor == "amd"
 
-    @property
+    @cached_property
     def xcds(self) -> int:
         """XCDs, dies with an L2 of their own, that workgroups are spread over in turns; 1 elsewhere."""
         return 1 if self.figures is None else self.figures.xcds
 
-    @property
+    @cached_property
     def is_wave32(self) -> bool:
         """Whether it is an AMD GPU whose waves have 32 lanes."""
         return self.is_amd and self.wave_size == 32
 
-    @property
+    @cached_property
     def store_wait(self) -> str:
         """What copies a register once a wave's stores have reached memory, on AMD; empty elsewhere."""
         if not self.is_amd:
@@ -100,7 +100,7 @@ class Target:
         """Whether neither a GPU nor an emulator has run kernels for it."""
         return self.name in UNTRIED
 
-    @property
+    @cached_property
     def is_nvidia(self) -> bool:
         """Whether kernels for it are CUDA binaries."""
         return self.vendor == "nvidia"
