@@ -245,9 +245,9 @@ class SparsePlan(SparseSettings):
         call = self.calls.get(key)
         if call is None:
             layout = SparseLayout(*key)
-            made = prepare(self, config, layout, tuple(values), self._scratch, given)
+            made = prepare(self, config, layout, self._scratch, given)
             call = self.calls.keep(key, made)
-        call.run(**values)
+        call.run(values)
 
     def _add_scratch(self, values: dict[str, Any], name: str, block: Block) -> torch.Tensor:
         """A tensor of the workspace; without one a new tensor, which becomes a value of the call."""

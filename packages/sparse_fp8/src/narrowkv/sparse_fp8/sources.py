@@ -9,7 +9,6 @@ Example:
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -101,7 +100,7 @@ class Source:
         return {
             side: {
                 **named_values(side, self.pointers), **named_values(side, self.csr),
-                sys.intern(f"{side}_nnz"): self.nnz, sys.intern(f"{side}_rows"): self.num_rows,
+                f"{side}_nnz": self.nnz, f"{side}_rows": self.num_rows,
             }
             for side in ("prefix", "extend")
         }  # fmt: skip
