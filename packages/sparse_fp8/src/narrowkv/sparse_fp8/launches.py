@@ -278,7 +278,7 @@ def prepare(
     if layout.split:
         merged = {name: arguments[name] for name in ("out", "partials", "num_tokens", "num_splits")}
         steps.append(launch_by_name(merge_kernel(plan), (Arg("merged_rows"),), **merged))
-    return PreparedCall((), steps)
+    return PreparedCall(("q_nope", "out", "lse", "sink"), steps)
 
 
 def _scratch(memory: dict[str, torch.Tensor], name: str) -> Any:

@@ -106,6 +106,14 @@ class Source:
         }  # fmt: skip
 
     @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """What calls are checked and prepared for, of a source."""
+        return (
+            type(self), self.format_id, self.device, self.num_tokens, self.num_rows, self.nnz, self.listed,
+            self.int32_lists,
+        )  # fmt: skip
+
+    @cached_property
     def layout(self) -> tuple[int, bool, str]:
         """What the launches of a call depend on; see `narrowkv.sparse_fp8.launches.SideLayout`."""
         return self.format_id, self.offsets_64_bit, ""
