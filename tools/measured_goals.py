@@ -38,7 +38,7 @@ from narrowkv.paged_cache import PageTable
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import KernelSpec, recording, warmup
 from narrowkv.testing.backends import PEER_BOUND, PEERS
-from narrowkv.testing.bench.host import host_us, measure_calls
+from narrowkv.testing.bench.host import measure_calls
 from narrowkv.testing.bench.measure import Call, check, time_checked
 from narrowkv.testing.bench.sage import SageBench, SageSizes
 from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
@@ -370,8 +370,6 @@ def measure_line(calls: Calls, line: Line, ceilings: Ceilings, timer: GraphTimer
 
 def host_rows(chosen: Sequence[Line], device: str) -> Iterator[dict[str, Any]]:
     """A row for each line of the host bench: microseconds of a call and of `torch.add_`."""
-    measured = measure_calls(device, _HOST_SAMPLES, nullcontext)
-    found = {(row.operation, row.planned): row.host_us for row in measured}
     inputs = TrafficBench(device=device).inputs(_decode(LLAMA, 8, 64))
     ids, lens, out = inputs.table.page_ids, inputs.table.seq_lens, torch.empty_like(inputs.q)
     plan = plan_decode(inputs.q, inputs.cache, inputs.table)
@@ -380,8 +378,9 @@ def host_rows(chosen: Sequence[Line], device: str) -> Iterator[dict[str, Any]]:
         table = PageTable.from_block_table(ids, lens, page_size=inputs.step.page_size)
         return paged_decode(inputs.q, inputs.cache, table, out=out, plan=plan)
 
-    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    found[NEW_TABLE, True] = host_us(decode_with_a_new_table, _HOST_SAMPLES, wait)
+    more = [(NEW_TABLE, True, decode_with_a_new_table)]
+    measured = measure_calls(device, _HOST_SAMPLES, nullcontext, more)
+    found = {(row.operation, row.planned): row.host_us for row in measured}
     add = found["torch.add_", False]
     for line in chosen:
         if isinstance(line.work, tuple):

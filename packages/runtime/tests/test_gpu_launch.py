@@ -344,23 +344,23 @@ def test_ints_of_structs_that_vary_are_specialised_on(
     call = prepare("stride", x, Rows(x, Arg("stride")), 5, 3, 9, 0.5)
     for number, stride in enumerate((first, *others), start=1):
         for _ in range(3):
-            call.run(stride=stride)
+            call.run(stride)
         assert len(kernel.compiled) == number
 
 
-def test_a_prepared_call_takes_what_varies_by_name(kernel: Kernel, prepare: Prepare) -> None:
+def test_a_prepared_call_takes_what_calls_share_from_dictionaries(kernel: Kernel, prepare: Prepare) -> None:
     x, y, rows = torch.zeros(64), torch.zeros(64), Rows(torch.zeros(64), 32)
-    call = prepare("x n batch scale", Arg("x"), rows, 5, Arg("batch"), 9, Arg("scale"), grid=(Arg("n"), 2, 1))
+    call = prepare("x n", Arg("x"), rows, 5, Arg("batch"), 9, Arg("scale"), grid=(Arg("n"), 2, 1))
     for _ in range(2):
-        call.run(batch=3, scale=0.5, x=x, n=5)
+        call.run(x, 5, {"batch": 3}, {}, {"scale": 0.5})
     assert len(kernel.compiled) == 1
-    call.run(scale=2.5, batch=16, n=7, x=y)
+    call.run(y, 7, {"batch": 16}, {}, {"scale": 2.5})
     assert len(kernel.compiled) == 1
     (_, last) = kernel.calls[-1]
     assert last[:4] == (7, 2, 1, 99)
     assert last[9:] == (y.data_ptr(), (rows.ptr.data_ptr(), 32), 5, 16, 9, 2.5, 64, 7)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
-        call.run(y=y, batch=16, scale=2.5, n=7)
+    with pytest.raises(TypeError, match=r"takes values named .*'batch'.*, got .*'scale'"):
+        call.run(y, 7, {"batch": 16, "scale": 2.5}, {}, {})
 
 
 def test_a_prepared_call_leaves_other_specialisations_to_the_launch_path(
@@ -405,7 +405,7 @@ def test_the_steps_of_a_call_share_its_values(kernel: Kernel, prepare: Prepare) 
     call = PreparedCall(names, steps)
     for number in range(4):
         block.fill_(1)
-        call.run(x=x, y=y, unused=None, batch=3, scale=0.5, block=block)
+        call.run(x, y, None, 3, 0.5, block)
         assert block.nonzero().numel() == 508, "four bytes are cleared"
         assert block[256:260].count_nonzero() == 0
         if number:  # the very first launch is Triton's
@@ -477,7 +477,7 @@ def test_tensor_descriptors_are_encoded_once(world: SimpleNamespace, monkeypatch
     step = KernelLaunch(triton_of.bound, (5, 1, 1), (Arg("x"), k, Arg("v"), Arg("n")))
     call = PreparedCall(("x", "v", "n"), [step])
     for number, last in enumerate((v, v, v, v, other, other, v)):
-        call.run(x=x, v=last, n=number)
+        call.run(x, last, number)
         if number > 1:
             maps = f"map of {k_at}", f"map of {last.base.data_ptr()}"
             assert triton_of.last() == [x.data_ptr(), maps[0], *sizes, maps[1], *sizes, number]

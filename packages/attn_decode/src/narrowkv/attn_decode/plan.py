@@ -62,6 +62,12 @@ if TYPE_CHECKING:
 _LOG2E = math.log2(math.e)
 _MAX_GRID = 2**31 - 1
 FLOAT32_MAX = 3.4028234663852886e38
+# Of a call, in the order in which its launches take them.
+_VALUES = (
+    "q", "out", "lse", "sinks", "q_descale", "o_scale", "ranges", "tree", "ids", "row", "lens", "num_ids",
+    "max_pages", "qk_scale", "out_scale", "cache_k", "cache_v", "cache_k_descale", "cache_v_descale",
+    "k_balance", "k_offset", "block", "counters",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -228,13 +234,10 @@ class DecodePlan(Plan):
                 block = torch.empty(call.scratch_bytes, dtype=torch.uint8, device=q.device)
                 counters = zeroed_counters(call.counters, q.device) if call.counters else None
             call.launches.run(
-                q=q.view(torch.uint8) if call.q_as_bytes else q, out=o, lse=lse, sinks=sinks,
-                q_descale=q_descale, o_scale=out_scale, ranges=table.ranges, tree=table.tree,
-                ids=table.ids, row=table.row, lens=table.lens, num_ids=table.num_ids,
-                max_pages=table.max_pages, qk_scale=qk_scale,
-                out_scale=reading.v_factor, cache_k=reading.k.ptr, cache_v=reading.v.ptr,
-                cache_k_descale=reading.k_descale.ptr, cache_v_descale=reading.v_descale.ptr,
-                k_balance=transform.balance, k_offset=transform.offset, block=block, counters=counters,
+                q.view(torch.uint8) if call.q_as_bytes else q, o, lse, sinks, q_descale, out_scale,
+                table.ranges, table.tree, table.ids, table.row, table.lens, table.num_ids, table.max_pages,
+                qk_scale, reading.v_factor, reading.k.ptr, reading.v.ptr, reading.k_descale.ptr,
+                reading.v_descale.ptr, transform.balance, transform.offset, block, counters,
             )  # fmt: skip
         return (o, lse) if return_lse and lse is not None else o
 
@@ -371,7 +374,7 @@ class DecodePlan(Plan):
             ],
         )  # fmt: skip
         return PreparedDecode(
-            launches=PreparedCall(None, steps) if batch and programs else None,
+            launches=PreparedCall(_VALUES, steps) if batch and programs else None,
             out=((*q.shape[:2], shape.v_dim), out_dtype),
             lse=(q.shape[:2], torch.float32),
             scratch_bytes=block_bytes(blocks),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -219,8 +218,7 @@ def allocated(memory_sizes: MemorySizes) -> LaunchMemory:
 
 
 def _place_of(name: str) -> str:
-    # Interned: Python then looks a keyword up by comparing addresses, not characters.
-    return sys.intern(f"{name}_begin")
+    return f"{name}_begin"
 
 
 def _described_rows(config: PrefillConfig, heads: int, head_dim: int, part: torch.Tensor, rows: int) -> Any:

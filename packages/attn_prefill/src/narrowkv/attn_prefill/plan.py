@@ -54,6 +54,11 @@ if TYPE_CHECKING:
 
 _LOG2E = math.log2(math.e)
 _NOTHING: dict[str, Any] = {}
+# Of a call, in the order in which its launches take them.
+_VALUES = (
+    "q", "out", "starts", "ids", "row", "lens", "num_ids", "max_pages", "qk_scale", "out_scale", "k_new",
+    "v_new", "given_q", "k_scale",
+)  # fmt: skip
 
 
 class CheckedPrefill(NamedTuple):
@@ -219,18 +224,15 @@ class PrefillPlan(PrefillSettings):
                 }  # fmt: skip
             for served in call.classes:
                 reading, own = bound.readings[served.reading], _NOTHING
-                if k_new is not None:
-                    own = {"k_new": k_new, "v_new": v_new, "given_q": q, "k_scale": reading.k_factor}
                 if served.in_pages:
                     own = {**own, "page_desc": matrix_of(cache, served.config.block_n).descriptor}
                 if isinstance(served.memory, MemorySizes):
                     own = {**own, **allocate(served.memory, self.device)}
                 served.launches.run(
-                    q=rows, out=o, starts=begins, ids=table.ids, row=table.row, lens=table.lens,
-                    num_ids=table.num_ids, max_pages=table.max_pages if bound.num_pages else 0,
-                    qk_scale=call.checked.logit_scale * reading.k_factor,
-                    out_scale=reading.v_factor / served.p_scale,
-                    **served.sizes, **reading.arguments, **bound.new_arguments, **rotated, **optional, **own,
+                    rows, o, begins, table.ids, table.row, table.lens, table.num_ids,
+                    table.max_pages if bound.num_pages else 0, call.checked.logit_scale * reading.k_factor,
+                    reading.v_factor / served.p_scale, k_new, v_new, q, reading.k_factor,
+                    served.sizes, reading.arguments, bound.new_arguments, rotated, optional, own,
                 )  # fmt: skip
         elif call.decodes:
             decode = self.decode or decode_plan_for_call(q, cache, given.page_table, False)
@@ -383,7 +385,7 @@ class PrefillPlan(PrefillSettings):
         if found is not None:
             return found
         steps = launches_of(route, given, traits, bound, table, checked.logit_scale, checked.soft_cap)
-        return self._layouts.keep(key, PreparedCall(None, steps))
+        return self._layouts.keep(key, PreparedCall(_VALUES, steps))
 
 
 class AppendPlan(PrefillPlan):

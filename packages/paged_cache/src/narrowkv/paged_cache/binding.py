@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -193,11 +192,10 @@ def _reading(cache: PagedKVCache, target: Target, options: ReadOptions) -> Readi
         descales.append(descale)
         stored.append(stored_as(side, name, route, kind, descale))
         factors.append(factor * 2.0 ** (widening_power(name, route, kind) if exponent is None else exponent))
-    # Interned: Python then looks a keyword up by comparing addresses, not characters.
     names = ("k", "v", "k_descale", "v_descale")
     structs = (pointers[0], pointers[1], descales[0], descales[1])
     arguments = {
-        sys.intern(f"cache_{name}"): struct.ptr
+        f"cache_{name}": struct.ptr
         for name, struct in zip(names, structs, strict=True)
         if struct.ptr is not None
     }

@@ -40,6 +40,10 @@ from narrowkv.runtime.targets import device_target
 
 _OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
 _NOTHING: dict[str, Any] = {}
+# Of a call, in the order in which its launch takes them.
+_VALUES = (
+    "k_new_ptr", "v_new_ptr", "q_ptr", "slots", "slot_step", "tokens", "num_slots", "k_balance", "k_offset",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -124,10 +128,9 @@ class StorePlan(Plan):
         if store.scales:
             check_scales(store.scales, validate)
         call.launches.run(
-            k_new_ptr=k_new, v_new_ptr=v_new, q_ptr=q, slots=slots, slot_step=slots.stride(0),
-            tokens=k_new.shape[0], num_slots=store.num_slots, k_balance=store.k_balance,
-            k_offset=store.k_offset if k_offset is None else k_offset,
-            **store.arguments, **(_NOTHING if turn is None else turn.arguments),
+            k_new, v_new, q, slots, slots.stride(0), k_new.shape[0], store.num_slots, store.k_balance,
+            store.k_offset if k_offset is None else k_offset,
+            store.arguments, _NOTHING if turn is None else turn.arguments,
         )  # fmt: skip
 
     def _prepare(self, store: Store, turn: BoundRope | None, given: StoreArguments) -> PreparedStore:
@@ -157,7 +160,7 @@ class StorePlan(Plan):
                 k_balance=None if store.k_balance is None else Arg("k_balance"),
                 slot_mapping=Arg("slots"), slot_step=Arg("slot_step"), num_slots=Arg("num_slots"),
             )  # fmt: skip
-            launches = self._layouts.keep(key, PreparedCall(None, [step]))
+            launches = self._layouts.keep(key, PreparedCall(_VALUES, [step]))
         return PreparedStore(launches=launches, **spans_of_arguments(given))
 
 

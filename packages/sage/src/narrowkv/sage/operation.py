@@ -141,7 +141,8 @@ class SagePlan(launches.SageSettings):
         for name, (shape, dtype) in blocks.items():
             made[name] = empty(shape, dtype=dtype, device=device)
         k_starts = None if starts is None else _contiguous(starts)
-        call.launches.run(k=k, v=v, k_starts=k_starts, scratch=self.scratch_block(call), **made)
+        scratch = self.scratch_block(call)
+        call.launches.run({"k": k, "v": v, "k_starts": k_starts, "scratch": scratch}, made)
         return QuantizedKV(
             launches.as_stored(made["k_codes"], self.qk_format), made["k_descale"], made.get("k_mean"),
             launches.as_stored(made["v_codes"], self.config.fp8), made["v_descale"], size,
@@ -212,20 +213,20 @@ class SagePlan(launches.SageSettings):
         scratch = self.scratch_block(call) if call.scratch_bytes else None
         if kv is None:
             out, lse = self.results(call, given)
-            call.launches.run(
-                q=q, k=given.k, v=given.v, out=out, lse=lse, q_starts=starts,
-                k_starts=None if k_starts is None else _contiguous(k_starts), scratch=scratch,
-                block_mask=given.block_mask,
-            )  # fmt: skip
+            call.launches.run({
+                "q": q, "k": given.k, "v": given.v, "out": out, "lse": lse, "q_starts": starts,
+                "k_starts": None if k_starts is None else _contiguous(k_starts), "scratch": scratch,
+                "block_mask": given.block_mask,
+            })  # fmt: skip
         else:
             given_result = given.out is not None or given.lse is not None
             out, lse = self.results(call, given, kv.spans if given_result else ())
             described = self.config.tma and kv.k.numel()
             k_desc, v_desc = kv.descriptors(self.config.block_n) if described else (None, None)
-            call.launches.run(
-                q=q, out=out, lse=lse, q_starts=starts, scratch=scratch, block_mask=given.block_mask,
-                k_desc=k_desc, v_desc=v_desc, **kv.arguments,
-            )  # fmt: skip
+            call.launches.run({
+                "q": q, "out": out, "lse": lse, "q_starts": starts, "scratch": scratch,
+                "block_mask": given.block_mask, "k_desc": k_desc, "v_desc": v_desc,
+            }, kv.arguments)  # fmt: skip
         return (out, lse) if given.return_lse and lse is not None else out
 
     def _with_starts(self, given: SageArguments) -> SageArguments:
@@ -259,7 +260,7 @@ class SagePlan(launches.SageSettings):
             memory["k_desc"], memory["v_desc"] = kv.descriptors(self.config.block_n)
         steps = launches.list_tiles(self, self.shape, block_mask, memory)
         steps.append(launches.attend(self, self.shape, out, lse, memory, block_mask))
-        PreparedCall(None, steps).run(out=out, lse=lse, block_mask=block_mask)
+        PreparedCall((), steps).run({"out": out, "lse": lse, "block_mask": block_mask})
 
     def attend_in_16_bits(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
@@ -297,8 +298,7 @@ class SagePlan(launches.SageSettings):
         blocks = launches.blocks_of_keys(self, size)
         memory |= {name: Arg(name) for name in blocks}
         steps = launches.quantise_keys(self, size, k, v, memory)
-        call = PreparedCall(None, steps)
-        return Prepared(launches=call, scratch_bytes=scratch_bytes), size, blocks
+        return Prepared(launches=PreparedCall((), steps), scratch_bytes=scratch_bytes), size, blocks
 
     def _prepare(self, given: SageArguments) -> Prepared:
         """The launches of a call, once it is checked."""
@@ -339,7 +339,7 @@ class SagePlan(launches.SageSettings):
         steps += launches.quantise_queries(self, size, viewed, k, memory, lse=writes_lse)
         steps.append(launches.attend(self, size, self._viewed(out), lse, memory, mask))
         return Prepared(
-            launches=PreparedCall(None, steps if q.numel() else []),
+            launches=PreparedCall((), steps if q.numel() else []),
             out=(q.shape, q.dtype),
             lse=(q.shape[:-1], torch.float32),
             scratch_bytes=scratch_bytes if q.numel() else 0,

@@ -112,7 +112,8 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def _begins_aligned(tensor: torch.Tensor) -> bool:
+def begins_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes; also if it has no memory."""
     return not has_memory(tensor) or tensor.data_ptr() % 16 == 0
 
 
@@ -128,7 +129,7 @@ def _passes_31_bits(*parts: torch.Tensor | None) -> bool:
 def bind_16_bit_rows(rows: torch.Tensor) -> BoundRows:
     """Rows of bf16 or fp16 `[num_rows, 512]` or `[num_rows, 576]`."""
     stride = rows.stride(0)
-    aligned = _begins_aligned(rows) and stride % 16 == 0
+    aligned = begins_aligned(rows) and stride % 16 == 0
     row_format = RowsFormat(
         _LAYOUT_OF[rows.dtype], offsets_64_bit=_passes_31_bits(rows), aligned=aligned,
         columns=rows.shape[1],
@@ -176,7 +177,7 @@ def bind_quantized_rows(
         pointers = RowPointers(
             nope, columns, scales, nope.stride(0), columns.stride(0), scales.stride(0), 0, 0
         )
-    aligned = all(_begins_aligned(tensor) for tensor in (pointers.nope, pointers.rope))
+    aligned = all(begins_aligned(tensor) for tensor in (pointers.nope, pointers.rope))
     row_format = RowsFormat(
         layout,
         page_size,

@@ -7,14 +7,13 @@ from functools import cached_property
 
 import torch
 
-from narrowkv.runtime.checks import OUT_DTYPES, check_lse, check_out, check_sinks, refuse_overlap
+from narrowkv.runtime.checks import OUT_DTYPES, check_lse, check_out, check_sinks
 from narrowkv.runtime.errors import (
     check_dtype,
     check_last_dim_contiguous,
     check_no_grad,
     check_same_device,
     check_shape,
-    has_memory,
 )
 from narrowkv.runtime.operation import Plan
 from narrowkv.sparse_fp8.binding import RowsFormat
@@ -185,59 +184,24 @@ class SparseSettings(Plan):
             attn_sink, self.num_sinks, self.device, name="attn_sink", dtypes=(torch.float32,), like="plan"
         )
 
-    def check_out(self, out: torch.Tensor, given: SparseArguments, tokens: int) -> None:
-        """Refuses an output of the wrong kind, or one that shares memory with an input.
+    def check_out(self, out: torch.Tensor, tokens: int) -> None:
+        """Refuses an output of the wrong kind.
 
         Raises:
             TypeError, ValueError: naming what was expected and what was given.
         """
-        q, prefix, extend, attn_sink = given[:4]
-        heads = self.num_qo_heads
-        if (
-            not isinstance(out, torch.Tensor)
-            or out.dtype not in OUT_DTYPES
-            or out.shape != (tokens, heads, HEAD_DIM)
-            or out.stride(2) != 1
-            or out.device != self.device
-            or out.requires_grad
-        ):
-            check_out(out, (tokens, heads, HEAD_DIM), OUT_DTYPES, self.device, "plan")
-        if not tokens:
-            return
-        # The usual output, whose rows lie one after the other, beside inputs elsewhere; else the full check.
-        step, row = out.stride(0), out.stride(1)
-        low = out.data_ptr() if has_memory(out) else 0
-        high = low + ((tokens - 1) * step + (heads - 1) * row + HEAD_DIM) * out.element_size()
-        clear = low > 0 and row >= HEAD_DIM and step >= heads * row and isinstance(q, torch.Tensor)
-        for source in (prefix, extend):
-            if source is not None and clear:
-                for begin, end in source.byte_ranges:
-                    if begin < high and low < end:
-                        clear = False
-        for x in (q, attn_sink):
-            if clear and isinstance(x, torch.Tensor):
-                begin = x.data_ptr()
-                end = begin + x.element_size() * (
-                    (tokens - 1) * x.stride(0) + (heads - 1) * x.stride(1) + self.head_dim
-                    if x is q
-                    else self.num_sinks
-                )
-                clear = high <= begin or end <= low
-        if not clear:
-            refuse_overlap(out, None, _inputs(given))
+        check_out(out, (tokens, self.num_qo_heads, HEAD_DIM), OUT_DTYPES, self.device, "plan")
 
-    def check_lse(self, lse: torch.Tensor, out: torch.Tensor, given: SparseArguments) -> None:
-        """Refuses a log-sum-exp tensor of the wrong kind, or one that shares memory with another tensor.
+    def check_lse(self, lse: torch.Tensor, tokens: int) -> None:
+        """Refuses a log-sum-exp tensor of the wrong kind.
 
         Raises:
             TypeError, ValueError: naming what was expected and what was given.
         """
-        shape = tuple(out.shape[:2])
-        check_lse(lse, shape, self.device, like="plan", any_strides=True)
-        refuse_overlap(None, lse, {"o": out, **_inputs(given)})
+        check_lse(lse, (tokens, self.num_qo_heads), self.device, like="plan", any_strides=True)
 
 
-def _inputs(given: SparseArguments) -> dict[str, torch.Tensor | None]:
+def inputs_of(given: SparseArguments) -> dict[str, torch.Tensor | None]:
     """All tensors that a call reads, by name."""
     q, prefix, extend, attn_sink = given[:4]
     inputs: dict[str, torch.Tensor | None] = {"attn_sink": attn_sink}

@@ -224,7 +224,7 @@ class SparseLayout(NamedTuple):
 
 
 def prepare(
-    plan: SparseSettings, config: SparseConfig, layout: SparseLayout, names: tuple[str, ...],
+    plan: SparseSettings, config: SparseConfig, layout: SparseLayout,
     memory: dict[str, torch.Tensor], given: SparseArguments,
 ) -> PreparedCall:  # fmt: skip
     """The launches of calls with this layout.
@@ -233,7 +233,6 @@ def prepare(
         plan: of the calls.
         config: of the attention kernel.
         layout: what the launches depend on.
-        names: of the values of a call.
         memory: scratch that is not among the values, by name.
         given: such a call.
     """
@@ -286,7 +285,7 @@ def prepare(
     if layout.split:
         merged = {name: arguments[name] for name in ("out", "partials", "num_tokens", "num_splits")}
         steps.append(launch_by_name(merge_kernel(plan), (Arg("merged_rows"),), **merged))
-    return PreparedCall(names, steps)
+    return PreparedCall(("q_nope", "out", "lse", "sink"), steps)
 
 
 def _scratch(memory: dict[str, torch.Tensor], name: str) -> Any:

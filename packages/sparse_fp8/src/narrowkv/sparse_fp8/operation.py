@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from narrowkv.runtime.errors import check_keywords
+from narrowkv.paged_cache.rope import metadata_of
+from narrowkv.runtime.checks import refuse_overlap
+from narrowkv.runtime.errors import check_keywords, span_bytes
 from narrowkv.runtime.launch import BoundLaunch, named_values
 from narrowkv.runtime.launch.workspace import Block
-from narrowkv.runtime.operation import Bounded
-from narrowkv.sparse_fp8.binding import INT32_MAX
-from narrowkv.sparse_fp8.checks import SparseSettings, check_values
+from narrowkv.runtime.operation import Prepared
+from narrowkv.sparse_fp8.binding import INT32_MAX, begins_aligned
+from narrowkv.sparse_fp8.checks import SparseSettings, check_values, inputs_of
 from narrowkv.sparse_fp8.config import (
     INVARIANT_SPLITS,
     MOST_BUFFER_BYTES,
@@ -45,6 +47,22 @@ if TYPE_CHECKING:
 __all__ = ["SparsePlan"]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_NOTHING: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class PreparedSparse(Prepared):
+    """A checked call.
+
+    Attributes:
+        sizes: grids and sizes, as values of its launches.
+        allocated: scratch that a call without a workspace allocates, by name.
+
+    The other attributes are those of `Prepared`.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    allocated: dict[str, Block] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,9 +89,7 @@ class SparsePlan(SparseSettings):
     portable: SparseConfig
     specialised: SparseConfig | None
     max_seq_len: int | None = None
-    _choices: Bounded[tuple[SparseConfig, int]] = field(
-        init=False, repr=False, default_factory=partial(Bounded, 1024)
-    )
+    most_calls: ClassVar[int] = 1024
 
     @cached_property
     def _fixed_splits(self) -> int | None:
@@ -145,26 +161,64 @@ class SparsePlan(SparseSettings):
 
     def call(self, given: SparseArguments) -> Result:
         """A call by this plan; see `run`. Of `given` only the arguments of `run` are read."""
+        q, prefix, extend, attn_sink, out, lse = given[:6]
+        grad = torch.is_grad_enabled()
+        try:
+            signature = (
+                None if prefix is None else (prefix.signature, grad and prefix.requires_grad),
+                None if extend is None else (extend.signature, grad and extend.requires_grad),
+                (q.bound.format_id, q.device, q.num_rows)
+                if isinstance(q, DSV4Rows)
+                else (q.shape, q.stride(), q.dtype, q.device, grad and q.requires_grad, begins_aligned(q)),
+                None if attn_sink is None else metadata_of(attn_sink),
+                None if out is None else metadata_of(out), None if lse is None else metadata_of(lse),
+            )  # fmt: skip
+            call: PreparedSparse | None = self.calls.get(signature)
+        except (AttributeError, TypeError):
+            self._check(given)  # says which argument is of another class
+            raise
+        if call is None or given.validate or isinstance(q, DSV4Rows):
+            self._check(given)
+            call = call or self.calls.keep(signature, self._prepare(given))
+        if self.writes_lse and not given.return_lse:
+            given = given._replace(return_lse=True)
+        spans = [] if prefix is None else [*prefix.byte_ranges]
+        if extend is not None:
+            spans += extend.byte_ranges
+        out, lse = self.results(call, given, spans)
+        if call.launches is not None:
+            scratch = _NOTHING
+            if call.allocated:
+                scratch = {
+                    name: torch.empty(shape, dtype=dtype, device=self.device)
+                    for name, (shape, dtype) in call.allocated.items()
+                }
+            call.launches.run(
+                q, out, lse, attn_sink,
+                _NOTHING if prefix is None else prefix.arguments["prefix"],
+                _NOTHING if extend is None else extend.arguments["extend"],
+                named_values("q", q.bound.pointers) if isinstance(q, DSV4Rows) else _NOTHING,
+                scratch, call.sizes,
+            )  # fmt: skip
+        return out if lse is None else (out, lse)
+
+    def _check(self, given: SparseArguments) -> None:
+        """Checks a call against the plan, with `validate` its values too.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what was given.
+        """
         out, lse = given.out, given.lse
         tokens = self.check_inputs(given)
         if given.validate:
             check_values(given)
-        if out is None:
-            out = torch.empty(
-                (tokens, self.num_qo_heads, HEAD_DIM), dtype=self.query_dtype, device=self.device
-            )
-        else:
-            self.check_out(out, given, tokens)
-        if self.writes_lse:
-            if lse is None:
-                lse = torch.empty((tokens, self.num_qo_heads), dtype=torch.float32, device=self.device)
-            else:
-                self.check_lse(lse, out, given)
-        elif lse is not None:
+        if out is not None:
+            self.check_out(out, tokens)
+        if lse is not None and not self.writes_lse:
             raise ValueError("lse must be None for a plan that does not write it: plan with return_lse=True")
-        if tokens:
-            self._attend(given, out, lse, tokens)
-        return out if lse is None else (out, lse)
+        if lse is not None:
+            self.check_lse(lse, tokens)
+        self.refuse_overlap(given)
 
     def blocks(self) -> dict[str, Block]:
         """Scratch of the largest call by name, none for a plan without maxima.
@@ -197,107 +251,111 @@ class SparsePlan(SparseSettings):
         )
         return min(most, MOST_CHOSEN_SPLITS * tokens)
 
-    def _attend(
-        self, given: SparseArguments, out: torch.Tensor, lse: torch.Tensor | None, tokens: int
-    ) -> None:
-        """Launches the kernels of a checked call with at least one token."""
-        q, prefix, extend, attn_sink = given[:4]
+    def _prepare(self, given: SparseArguments) -> PreparedSparse:
+        """The launches of a checked call."""
+        q, prefix, extend = given[:3]
+        tokens = next(source.num_tokens for source in (prefix, extend) if source is not None)
         heads = self.num_qo_heads
+        shape = tokens, heads, HEAD_DIM
+        inputs = [
+            (index, size)
+            for index, x in enumerate(given[:4])
+            if isinstance(x, torch.Tensor) and (size := span_bytes(x))
+        ]
+        results: dict[str, Any] = {
+            "out": (shape, self.query_dtype), "lse": (shape[:2], torch.float32), "inputs": tuple(inputs),
+            "outputs": tuple(0 if x is None else span_bytes(x) for x in (given.out, given.lse)),
+        }  # fmt: skip
+        if not tokens:
+            return PreparedSparse(**results)
         rows = (0 if prefix is None else prefix.listed) + (0 if extend is None else extend.listed)
         mean_rows = rows // tokens
         if self.max_seq_len is not None:
             mean_rows = min(mean_rows, self.max_seq_len)
-        reads = self.specialised is not None and self._specialised_reads(given, out)
-        choice = self._choices.get((tokens, mean_rows, reads))
-        config, splits = self._configuration(tokens, mean_rows, reads) if choice is None else choice
+        # Strides of outputs that calls allocate are those of these.
+        out = torch.empty(shape, dtype=self.query_dtype, device="meta") if given.out is None else given.out
+        config, splits = self._configuration(tokens, mean_rows, self._specialised_reads(given, out))
         programs = tokens * -(-heads // config.block_h)
-        stride_t, stride_h, _ = out.stride()
-        values: dict[str, Any] = {
-            "out": out, "lse": lse, "sink": attn_sink, "tokens": tokens, "splits": splits,
-            "programs": programs, "merged_rows": tokens * heads,
-        }  # fmt: skip
+        sizes = {"tokens": tokens, "splits": splits, "programs": programs, "merged_rows": tokens * heads}
+        allocated: dict[str, Block] = {}
         if config.family == "hopper":
             items = programs * splits
-            values |= {"items": items, "programs": min(items, self.target.compute_units)}
-        if splits > 1 and not self._scratch:
-            for name, block in _partial_blocks(splits * tokens * heads).items():
-                self._add_scratch(values, name, block)
-        prefix_layout = extend_layout = None
-        expands = self.mode == "prepass"
-        if prefix is not None:
-            values |= prefix.arguments["prefix"]
-            prefix_layout = self._expanded(values, "prefix", prefix) if expands else prefix.layout
-        if extend is not None:
-            values |= extend.arguments["extend"]
-            extend_layout = self._expanded(values, "extend", extend) if expands else extend.layout
+            sizes |= {"items": items, "programs": min(items, self.target.compute_units)}
+        if splits > 1:
+            allocated |= _partial_blocks(splits * tokens * heads)
+        layouts: list[SideLayout | None] = []
+        for side, source in (("prefix", prefix), ("extend", extend)):
+            expands = source is not None and self.mode == "prepass" and isinstance(source.rows, DSV4Rows)
+            layouts.append(
+                self._expanded(sizes, allocated, side, source)
+                if source is not None and expands
+                else source and source.layout
+            )
+        stride_t, stride_h, _ = out.stride()
         far = heads * stride_h > INT32_MAX
         if isinstance(q, torch.Tensor):
-            values["q_nope"] = q
             token, head, _ = q.stride()
             query: SideLayout = (token, head), far or heads * head > INT32_MAX, ""
         else:
-            query = self._quantised_query(values, q, config, tokens, far)
-        stride_lt, stride_lh = (0, 0) if lse is None else lse.stride()
+            query = self._quantised_query(sizes, allocated, q, config, tokens, far)
+        stride_lt, stride_lh = (0, 0) if not self.writes_lse else (heads, 1)
+        if given.lse is not None:
+            stride_lt, stride_lh = given.lse.stride()
         key = (
-            config.family, splits > 1, query, prefix_layout, extend_layout, out.dtype, stride_t, stride_h,
-            stride_lt, stride_lh,
+            config.family, splits > 1, query, *layouts, out.dtype, stride_t, stride_h, stride_lt, stride_lh
         )  # fmt: skip
-        call = self.calls.get(key)
-        if call is None:
-            layout = SparseLayout(*key)
-            made = prepare(self, config, layout, tuple(values), self._scratch, given)
-            call = self.calls.keep(key, made)
-        call.run(**values)
+        launches = self._layouts.get(key)
+        if launches is None:
+            made = prepare(self, config, SparseLayout(*key), self._scratch, given)
+            launches = self._layouts.keep(key, made)
+        allocated = {name: block for name, block in allocated.items() if name not in self._scratch}
+        return PreparedSparse(launches=launches, sizes=sizes, allocated=allocated, **results)
 
-    def _add_scratch(self, values: dict[str, Any], name: str, block: Block) -> torch.Tensor:
-        """A tensor of the workspace; without one a new tensor, which becomes a value of the call."""
-        found = self._scratch.get(name)
-        if found is None:
-            found = values[name] = torch.empty(block[0], dtype=block[1], device=self.device)
-        return found
+    def refuse_overlap(self, given: SparseArguments) -> None:
+        """Refuses results that lie over each other or an input, naming both."""
+        refuse_overlap(given.out, given.lse, inputs_of(given))
 
     def _quantised_query(
-        self, values: dict[str, Any], q: DSV4Rows, config: SparseConfig, tokens: int, far: bool
-    ) -> SideLayout:
-        """Adds the query to the values, and scratch if the kernel reads no FP8; `far`: of offsets in out."""
-        values |= named_values("q", q.bound.pointers)
+        self, sizes: dict[str, int], allocated: dict[str, Block], q: DSV4Rows, config: SparseConfig,
+        tokens: int, far: bool,
+    ) -> SideLayout:  # fmt: skip
+        """Adds sizes, and scratch if the kernel reads no FP8; `far`: of offsets in out."""
         if config.family == "portable" and self.mode != "prepass":
             return q.bound.format_id, far, ""
         count = tokens * self.num_qo_heads
-        self._add_scratch(values, "q_expanded", ((count, self.head_dim), self.query_dtype))
-        values |= {"q_rows": count, "q_stored_rows": q.num_rows}
-        values["q_blocks"] = -(-count // expand_block(self.target))
+        allocated["q_expanded"] = (count, self.head_dim), self.query_dtype
+        sizes |= {"q_rows": count, "q_stored_rows": q.num_rows}
+        sizes["q_blocks"] = -(-count // expand_block(self.target))
         return q.bound.format_id, far, "all"
 
-    def _expanded(self, values: dict[str, Any], side: str, source: Source) -> SideLayout:
-        """Adds scratch for a source's rows in 16 bits to the values, if they are quantised.
+    def _expanded(
+        self, sizes: dict[str, int], allocated: dict[str, Block], side: str, source: Source
+    ) -> SideLayout:
+        """Adds sizes and scratch for a quantised source's rows in 16 bits.
 
         If there are fewer indices than rows, only the rows that they name are expanded, one for each index.
         """
-        if not isinstance(source.rows, DSV4Rows):
-            return source.layout
         gather = source.nnz < source.num_rows
         count = source.nnz if gather else source.num_rows
-        block = ((count, self.head_dim), self.query_dtype)
-        expanded = self._add_scratch(values, f"{side}_expanded", block)
+        allocated[f"{side}_expanded"] = (count, self.head_dim), self.query_dtype
         if gather:
-            self._add_scratch(values, f"{side}_places", ((count,), torch.int32))
-        values |= {f"{side}_rows": count, f"{side}_stored_rows": source.num_rows}
-        values[f"{side}_blocks"] = -(-count // expand_block(self.target))
-        return source.format_id, expanded.numel() > INT32_MAX, "named" if gather else "all"
+            allocated[f"{side}_places"] = (count,), torch.int32
+        sizes |= {f"{side}_rows": count, f"{side}_stored_rows": source.num_rows}
+        sizes[f"{side}_blocks"] = -(-count // expand_block(self.target))
+        return source.format_id, count * self.head_dim > INT32_MAX, "named" if gather else "all"
 
     def _configuration(self, tokens: int, mean_rows: int, reads: bool) -> tuple[SparseConfig, int]:
         """The specialised configuration where it is faster and `reads` the call, else the portable one.
 
         Returns:
-            The configuration, and the programs that share a token's rows; kept for calls of this size.
+            The configuration, and the programs that share a token's rows.
         """
         config, splits = self.portable, self._splits(self.portable, tokens, mean_rows)
         if self.specialised is not None and reads:
             wanted = self._splits(self.specialised, tokens, mean_rows)
             if specialised_pays(self.specialised, -(-mean_rows // (wanted * self.specialised.block_k))):
                 config, splits = self.specialised, wanted
-        return self._choices.keep((tokens, mean_rows, reads), (config, splits))
+        return config, splits
 
     def _splits(self, config: SparseConfig, tokens: int, mean_rows: int) -> int:
         """Programs that share a token's rows."""
@@ -315,9 +373,11 @@ class SparsePlan(SparseSettings):
 
     def _specialised_reads(self, given: SparseArguments, out: torch.Tensor) -> bool:
         """Whether the specialised kernel can read the tensors of a call."""
+        if self.specialised is None:
+            return False
         q = given.q
         if isinstance(q, torch.Tensor):
-            if q.data_ptr() % 16 or q.stride(0) % 16 or q.stride(1) % 16 or _offsets_pass_31_bits(q):
+            if not begins_aligned(q) or q.stride(0) % 16 or q.stride(1) % 16 or _offsets_pass_31_bits(q):
                 return False
         for source in (given.prefix, given.extend):
             if source is not None and not (source.int32_lists and self._reaches(source)):

@@ -9,7 +9,6 @@ Example:
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -101,10 +100,18 @@ class Source:
         return {
             side: {
                 **named_values(side, self.pointers), **named_values(side, self.csr),
-                sys.intern(f"{side}_nnz"): self.nnz, sys.intern(f"{side}_rows"): self.num_rows,
+                f"{side}_nnz": self.nnz, f"{side}_rows": self.num_rows,
             }
             for side in ("prefix", "extend")
         }  # fmt: skip
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """What calls are checked and prepared for, of a source."""
+        return (
+            type(self), self.format_id, self.device, self.num_tokens, self.num_rows, self.nnz, self.listed,
+            self.int32_lists,
+        )  # fmt: skip
 
     @cached_property
     def layout(self) -> tuple[int, bool, str]:

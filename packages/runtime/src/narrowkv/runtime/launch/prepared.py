@@ -1,13 +1,13 @@
 """The launches of an operation's call, prepared once: of later calls only what differs is looked at.
 
 The call's values are known by name. `PreparedCall` writes one Python function of them that launches all
-kernels. The caller has compared the metadata of the
-tensors: the function reads addresses, and what Triton specialises a kernel on.
+kernels. The function takes them by position, and those that several calls share from dictionaries, in their
+order. The caller has compared the metadata of the tensors: the function reads addresses, and what Triton
+specialises a kernel on.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,9 +53,8 @@ def named(name: str, struct: Any) -> Any:
 
 def named_values(name: str, struct: Any) -> dict[str, Any]:
     """The tensors and floats of a struct by the names that `named` gives them."""
-    # Interned: Python then looks a keyword up by comparing addresses, not characters.
     return {
-        sys.intern(f"{name}_{field}"): value
+        f"{name}_{field}": value
         for field, value in zip(struct._fields, struct, strict=True)
         if isinstance(value, torch.Tensor | float)
     }
@@ -162,41 +161,43 @@ class PreparedCall:
     as it lives. The function is written in the second call: most sizes of prefills come once.
 
     Args:
-        names: of the values, in the order in which `run` may be given them; None for those of the first call,
-            which gives all by name.
+        names: of the values that `run` is given by position.
         steps: launches and clears, in order.
 
     Attributes:
-        run: takes the values, by name, launches, interprets or compiles the kernels. Nothing happens for an
+        run: takes the values of `names`, and dictionaries of all others by name, which have the same names in
+            the same order in every call; launches, interprets or compiles the kernels. Nothing happens for an
             empty grid.
 
     Example:
         >>> x = Arg("x")
-        >>> call = PreparedCall(("x", "n"), [launch_by_name(bound, (8,), x_ptr=x, size=Arg("n"))]
+        >>> call = PreparedCall(("x",), [launch_by_name(bound, (8,), x_ptr=x, size=Arg("n"))]
         ... )                                                          # doctest: +SKIP
-        >>> call.run(x=torch.ones(5), n=5)                             # doctest: +SKIP
+        >>> call.run(torch.ones(5), {"n": 5})                          # doctest: +SKIP
     """
 
-    __slots__ = ("_fill", "_is_known", "_names", "_steps", "run")
+    __slots__ = ("_fill", "_is_known", "_names", "_shared", "_steps", "run")
 
-    def __init__(self, names: Sequence[str] | None, steps: Sequence[KernelLaunch | Clear]) -> None:
-        self._names = None if names is None else tuple(names)
+    def __init__(self, names: Sequence[str], steps: Sequence[KernelLaunch | Clear]) -> None:
+        self._names, self._shared = tuple(names), Names()
         self._steps, self._is_known = tuple(steps), False
         self._fill: Callable[..., Any] | None = None
         self.run: Callable[..., None] = self._launch
 
-    def _launch(self, *args: Any, **named: Any) -> None:
-        names = self._names
-        if names is None:
-            names = self._names = tuple(named)
-        if self._is_known and self._fill is None:
-            self._fill = _write_filler(names, self._steps)
-        if self._fill is None:
-            filled = _filled(self._steps, {**dict(zip(names, args, strict=False)), **named})
-        else:
-            filled = self._fill(*args, **named)
+    def _launch(self, *args: Any) -> None:
+        groups: tuple[Mapping[str, Any], ...] = args[len(self._names) :]
+        shared = tuple(map(tuple, groups))
+        if not self._is_known:
+            self._shared = shared
+        elif shared != self._shared:
+            raise TypeError(f"a prepared call takes values named {self._shared}, got {shared}")
+        elif self._fill is None:
+            self._fill = _write_filler(self._names, shared, self._steps)
+        values = dict(zip(self._names, args, strict=False))
+        for group in groups:
+            values |= group
         launchers: list[Any] = []
-        for step in filled:
+        for step in _filled(self._steps, values) if self._fill is None else self._fill(*args):
             if isinstance(step, Clear):
                 (step.tensor if step.tensor.numel() == step.size else step.tensor[: step.size]).zero_()
                 continue
@@ -204,9 +205,22 @@ class PreparedCall:
             launch = path.launch(bound.kernel, grid, given, bound.constexprs, bound.options)
             launchers.append(None if launch is None or not self._is_known else launch.launcher(given))
         if launchers and None not in launchers:
-            values = {**dict(zip(names, args, strict=False)), **named}
-            self.run = _write_call(names, self._steps, values, launchers, self._launch)
+            names = self._names, shared
+            self.run = _write_call(*names, self._steps, values, launchers, self._launch)
         self._is_known = True
+
+
+Names = tuple[tuple[str, ...], ...]
+"""Names of the values in each dictionary that a call is given."""
+
+
+def _parameters(names: Sequence[str], shared: Names) -> tuple[list[str], list[str]]:
+    """Parameters of a call's function, and the lines that name the values in dictionaries."""
+    groups = [f"_g{index}" for index in range(len(shared))]
+    lines = [
+        f"{', '.join(each)}, = {group}.values()" for group, each in zip(groups, shared, strict=True) if each
+    ]
+    return [*names, *groups], lines
 
 
 def _filled(template: Any, values: Mapping[str, Any]) -> Any:
@@ -216,15 +230,18 @@ def _filled(template: Any, values: Mapping[str, Any]) -> Any:
     return template.of(values) if isinstance(template, _MARKS) else template
 
 
-def _write_filler(names: tuple[str, ...], steps: tuple[Any, ...]) -> Callable[..., Any]:
+def _write_filler(names: Sequence[str], shared: Names, steps: tuple[Any, ...]) -> Callable[..., Any]:
     """Writes the function that gives the steps with a call's values in place of marks."""
     writer = _Writer({})
     filled = writer.spell(steps)
-    return written("fill", names, [*writer.lines, f"return {filled}"], writer.scope)  # type: ignore[no-any-return]
+    parameters, unpacking = _parameters(names, shared)
+    body = [*unpacking, *writer.lines, f"return {filled}"]
+    return written("fill", parameters, body, writer.scope)  # type: ignore[no-any-return]
 
 
 def _write_call(
-    names: tuple[str, ...],
+    names: Sequence[str],
+    shared: Names,
     steps: Sequence[KernelLaunch | Clear],
     values: Mapping[str, Any],
     launchers: Sequence[tuple[gpu.Launcher, Encode | None]],
@@ -233,8 +250,8 @@ def _write_call(
     """Writes the function that launches with values that specialise like these.
 
     Args:
-        names, steps: as for `PreparedCall`.
-        values: of the first call.
+        names, steps: as for `PreparedCall`; shared: names of the values in dictionaries.
+        values: of the first call, by name.
         launchers: for each launch, what launches it with addresses in place of tensors and, if there is one,
             the function that encodes all of its descriptors.
         fallback: is called with values that specialise differently.
@@ -245,23 +262,24 @@ def _write_call(
             writer.launch(step, *next(remaining))
         else:
             writer.lines.append(f"{writer.spell(step.tensor)}[:{step.size}].zero_()")
-    specialised, leave = writer.specialised, f"return _fallback({', '.join(names)})"
+    parameters, unpacking = _parameters(names, shared)
+    specialised, leave = writer.specialised, f"return _fallback({', '.join(parameters)})"
     scope, key, addresses = writer.scope, specialised.key(), specialised.addresses
     scope |= {
         "_executor": path.executor, "_current_device": gpu.current_device, "_OTHER_KINDS": gpu.OTHER_KINDS,
         "_current_stream": gpu.current_stream, "_listened": gpu.somebody_listens, "_fallback": fallback,
-        "_key": written("key", names, [*addresses, f"return {key}"], {})(**values),
+        "_key": written("key", tuple(values), [*addresses, f"return {key}"], {})(*values.values()),
     }  # fmt: skip
     changed = [
         f"{key} != _key", *specialised.missing,
         "_executor() is not None", f"_current_device() != {writer.device}", "_listened()",
     ]  # fmt: skip
+    read = [*unpacking, *addresses, f"if {' or '.join(changed)}: {leave}"]
     body = [
-        "try:", *(f"    {line}" for line in addresses), f"    if {' or '.join(changed)}: {leave}",
-        f"except _OTHER_KINDS: {leave}",
+        "try:", *(f"    {line}" for line in read), f"except _OTHER_KINDS: {leave}",
         f"_stream = _current_stream({writer.device})", *writer.lines,
     ]  # fmt: skip
-    return written("call", names, body, scope)  # type: ignore[no-any-return]
+    return written("call", parameters, body, scope)  # type: ignore[no-any-return]
 
 
 class _Writer:

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -84,22 +84,29 @@ def measure_host(samples: int, shapes: int, captures: Sequence[int], context: in
     }  # fmt: skip
 
 
-def host_us(call: Callable[[], object], samples: int, wait: Callable[[], None]) -> float:
-    """Median microseconds of the calling thread's CPU time until a call returns.
+def host_us(timed: Sequence[Callable[[], object]], samples: int, wait: Callable[[], None]) -> list[float]:
+    """Median microseconds of the calling thread's CPU time until a call returns, for each call.
 
-    CPU time is the same on a busy machine. `wait` waits for the device between samples.
+    A sample of every call is taken before the next one of any: what else the machine does moves all alike.
+
+    Args:
+        timed: the calls.
+        samples: of each call.
+        wait: waits for the device between samples.
     """
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(samples):
-        wait()
-        begin = time.thread_time()
-        for _ in range(_CALLS):
+    for call in timed:
+        for _ in range(3):
             call()
-        times.append((time.thread_time() - begin) / _CALLS * 1e6)
+    times: list[list[float]] = [[] for _ in timed]
+    for _ in range(samples):
+        for call, found in zip(timed, times, strict=True):
+            wait()
+            begin = time.thread_time()
+            for _ in range(_CALLS):
+                call()
+            found.append((time.thread_time() - begin) / _CALLS * 1e6)
     wait()
-    return statistics.median(times)
+    return [statistics.median(found) for found in times]
 
 
 Named = tuple[str, bool, Callable[[], object]]
@@ -153,25 +160,28 @@ def calls(device: str) -> Iterator[Named]:
     yield "sage_attention", False, lambda: sage_attention(x, x, x, out=sage_out)
 
 
-def torch_calls(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
+def torch_calls(device: str) -> Iterator[Named]:
     """Calls of torch to compare with."""
     x = torch.zeros(1024, device=device)
-    yield "torch.add_", lambda: x.add_(1.0)
+    yield "torch.add_", False, lambda: x.add_(1.0)
     q = torch.zeros(1, 8, 1, 64, device=device, dtype=torch.bfloat16)
-    yield "torch sdpa", lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    yield "torch sdpa", False, lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 
 def measure_calls(
-    device: str, samples: int, context: Callable[[], AbstractContextManager[Any]]
+    device: str,
+    samples: int,
+    context: Callable[[], AbstractContextManager[Any]],
+    more: Sequence[Named] = (),
 ) -> list[HostRow]:
-    """Times every call of `torch_calls` and `calls`."""
+    """Times every call of `torch_calls` and `calls`, and `more`."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    rows = [HostRow(name, False, host_us(call, samples, wait), 0.0) for name, call in torch_calls(device)]
     with context():
-        rows += [
-            HostRow(name, planned, host_us(call, samples, wait), 0.0) for name, planned, call in calls(device)
-        ]
-    return [replace(row, ratio_to_add=row.host_us / rows[0].host_us) for row in rows]
+        timed = [*torch_calls(device), *calls(device), *more]
+        times = host_us([call for _, _, call in timed], samples, wait)
+    return [
+        HostRow(name, planned, us, us / times[0]) for (name, planned, _), us in zip(timed, times, strict=True)
+    ]
 
 
 def kernels_of_random_calls(target: Target, device: str, count: int, seed: int = 0) -> dict[str, int]:
