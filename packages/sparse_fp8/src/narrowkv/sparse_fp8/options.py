@@ -226,11 +226,6 @@ class IndexAppendOptions(TypedDict, total=False):
     pow2_scales: bool
 
 
-LOGITS_DEFAULTS: IndexLogitsOptions = {
-    "starts": None, "ends": None, "block_table": None, "seq_lens": None, "num_columns": None, "out": None
-}  # fmt: skip
-TOPK_DEFAULTS: IndexTopkOptions = {
-    "starts": None, "ends": None, "seq_lens": None, "block_table": None, "page_size": None, "slots": None,
-    "out": None,
-}  # fmt: skip
+LOGITS_DEFAULTS = dict.fromkeys(IndexLogitsOptions.__annotations__)
+TOPK_DEFAULTS = dict.fromkeys(IndexTopkOptions.__annotations__)
 APPEND_DEFAULTS: IndexAppendOptions = {"rope": None, "hadamard": False, "pow2_scales": False}

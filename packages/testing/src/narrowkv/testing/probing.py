@@ -268,8 +268,7 @@ class ProbeRun:
         samples = [answer.sample for answer in self.answers.values() if answer.sample is not None]
         if not samples:
             return {}
-        names = ("workgroups", "launched", "rows", "all_rows", "wave_instructions", "seconds")
-        total = {name: sum(getattr(sample, name) for sample in samples) for name in names}
+        total = {name: sum(getattr(s, name) for s in samples) for name in Sample.__dataclass_fields__}
         return {"samples": len(samples), "processes": self.jobs, **total}
 
     def add(self, index: int, outcome: Outcome) -> None:
@@ -458,14 +457,11 @@ def device_times(seen: ProbeRun) -> str:
 
 def emulated(seen: ProbeRun) -> str:
     """How much of the machine code was run, where that was a sample."""
-    samples = [answer.sample for answer in seen.answers.values() if answer.sample is not None]
-    if not samples:
-        return ""
-    total = {name: sum(getattr(s, name) for s in samples) for name in Sample.__dataclass_fields__}
-    return (
+    said = (
         "{workgroups} of {launched} workgroups, {rows} of {all_rows} output rows; "
-        "bounds, alignment and uninitialised values checked in each".format(**total)
+        "bounds, alignment and uninitialised values checked in each"
     )
+    return said.format(**total) if (total := seen.emulation()) else ""
 
 
 def reasons(seen: ProbeRun) -> list[tuple[str, str]]:
