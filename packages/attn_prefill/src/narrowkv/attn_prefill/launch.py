@@ -51,7 +51,13 @@ from narrowkv.attn_prefill.tiles import (
     widen_options,
 )
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.paged_cache.binding import BoundCache, BoundTable, multiplied_parts, widening_power
+from narrowkv.paged_cache.binding import (
+    BoundCache,
+    BoundTable,
+    multiplied_parts,
+    repeats_loads,
+    widening_power,
+)
 from narrowkv.paged_cache.kernels.pages import Table
 from narrowkv.paged_cache.rope import rope_pointers
 from narrowkv.runtime.attention.xcds import xcd_order
@@ -446,6 +452,7 @@ class _Maker:
             p_scale=1.0 if fp8 is None else _P_SCALE[fp8],
             acc_parts=multiplied_parts(plan.target, self.block_d, v_parts),
             q_descale=self.traits.q_descale,
+            once=repeats_loads(plan.target, self.config.options.num_warps, self.config.block_n),
             int64_offsets=self.bound.int64_offsets,
             **values,
         )
