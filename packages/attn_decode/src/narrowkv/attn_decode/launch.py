@@ -11,7 +11,15 @@ import triton.language as tl
 
 from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape
 from narrowkv.attn_decode.kernels import Blocks, PartialResults, Rows, Rules, Sizes
-from narrowkv.paged_cache.binding import PTX8, BoundCache, BoundTable, Reading, ReadOptions, multiplied_parts
+from narrowkv.paged_cache.binding import (
+    PTX8,
+    BoundCache,
+    BoundTable,
+    Reading,
+    ReadOptions,
+    multiplied_parts,
+    repeats_loads,
+)
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.attention.xcds import XcdOrder, xcd_order
@@ -189,6 +197,7 @@ def constants_of(
             # ratio 12, which are tiles of 64 rows, NVFP4 651 and 505 us.
             lazy=config.block_m < 64
             and any(x.route == PTX8 and "_" in x.descale for x in (k_stored, v_stored)),
+            once=repeats_loads(target, config.options.num_warps, config.block_n),
             prefetch=config.prefetch,
             even=config.split == "even",
             partial=config.split != "none",

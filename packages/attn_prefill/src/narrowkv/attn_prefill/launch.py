@@ -54,6 +54,7 @@ from narrowkv.paged_cache.binding import (
     BoundCache,
     BoundTable,
     multiplied_parts,
+    repeats_loads,
     widening_power,
 )
 from narrowkv.paged_cache.kernels.pages import Table
@@ -459,6 +460,7 @@ class _Maker:
             p_scale=1.0 if fp8 is None else _P_SCALE[fp8],
             acc_parts=multiplied_parts(plan.target, self.block_d, v_parts),
             q_descale=self.traits.q_descale,
+            once=repeats_loads(plan.target, self.config.options.num_warps, self.config.block_n),
             int64_offsets=self.bound.int64_offsets,
             **values,
         )

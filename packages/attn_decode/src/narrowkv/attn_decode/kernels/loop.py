@@ -14,7 +14,7 @@ from narrowkv.paged_cache.kernels.pages import (
     place_of,
     scale_as_number,
 )
-from narrowkv.paged_cache.kernels.tiles import attend_to_tile, load_words, tile_scores
+from narrowkv.paged_cache.kernels.tiles import attend_to_tile, computed_once, load_words, tile_scores
 from narrowkv.runtime.attention.masks import seen_keys
 from narrowkv.runtime.attention.softmax import capped_logits
 
@@ -223,7 +223,10 @@ def attend_to_tiles(
         if PREFETCH:
             k_ahead = load_words(k, k_off, K_WORD, SIZES.head_dim, BLOCKS.dk)
         if KEY_FACTORS:
-            s *= (k_factor * logit_scale)[None, :]
+            k_factor *= logit_scale
+            if RULES.once:
+                k_factor = computed_once(k_factor)
+            s *= k_factor[None, :]
         elif not FOLDED:
             s *= logit_scale
         if RULES.soft_cap:

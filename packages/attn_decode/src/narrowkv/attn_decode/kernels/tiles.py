@@ -89,6 +89,7 @@ class Rules(NamedTuple):
         acc_parts: parts that V is multiplied in, 1 or `Stored.parts`.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
         lazy: sums of values are multiplied only in steps that raise a maximum.
+        once: factors of keys are `computed_once`.
         prefetch: "pages", page ids are located one tile ahead where no row needs a mask of its own, too;
             "tile", keys, values and scales are loaded one tile ahead there; or "".
         butterflies: how Q is rotated, as keys were; see `rotate_parts`.
@@ -118,6 +119,7 @@ class Rules(NamedTuple):
     p_scale: float = 1.0
     early: bool = False
     lazy: bool = False
+    once: bool = False
     prefetch: str = ""
     butterflies: int = 0
     registers: bool = False

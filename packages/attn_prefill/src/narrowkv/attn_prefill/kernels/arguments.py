@@ -184,7 +184,7 @@ class Rules(NamedTuple):
         q_descale, soft_cap, sinks, lse: whether there are any.
         window_left, window_right: keys before and after itself that a row sees, or -1.
         folded: the scale of the logits is positive and applied within the softmax.
-        lazy, prefetch: as in the rules of decode.
+        lazy, once, prefetch: as in the rules of decode.
         split: whether several programs share a tile's keys.
         shares: whether programs have equal shares of all keys; see `kernels/shares.py`.
         as_decode: whether the compiler pipelines the loop's loads, as in decode.
@@ -217,6 +217,7 @@ class Rules(NamedTuple):
     as_decode: bool = False
     native: bool = False
     lazy: bool = False
+    once: bool = False
     prefetch: str = ""
     order: Any = None
 

@@ -32,6 +32,7 @@ from narrowkv.paged_cache.kernels.queries import load_query
 from narrowkv.paged_cache.kernels.tiles import (
     LEAST_FACTOR,
     attend_to_tile,
+    computed_once,
     load_tile,
     tile_scores,
     zeros_in_parts,
@@ -113,7 +114,7 @@ def scores_at(
     if not RULES.folded:
         s *= logit_scale[:, None]
         if K.factors:
-            s *= factor[None, :]
+            s *= (computed_once(factor) if RULES.once else factor)[None, :]
     return s
 
 

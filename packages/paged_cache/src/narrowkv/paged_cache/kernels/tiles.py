@@ -88,7 +88,7 @@ def attend_to_tile(
             and sum.
         largest: the largest factor of a value so far, `LEAST_FACTOR` at first; 1 without such factors. In
             units of it P times a factor stays in float16's range.
-        V: `Stored`. RULES: compute, fp8, clean and p_scale of the caller's `Rules`.
+        V: `Stored`. RULES: compute, fp8, clean, p_scale, lazy and once of the caller's `Rules`.
 
     Returns:
         The new `(acc, m, l, largest)`.
@@ -101,7 +101,7 @@ def attend_to_tile(
         if ACC_PARTS == 1:
             values = (join_parts(values, V.parts, V.route == "cdna4"),)
     if V.factors:
-        p, correction, largest = apply_value_factors(p, correction, factor, largest)
+        p, correction, largest = apply_value_factors(p, correction, factor, largest, RULES.once)
         if keep is not None:
             p = tl.where(keep, p, 0.0)  # 0 * NaN
     # Widened FP4 is finite with one scale a head; the factor of each key is masked above. Scales of groups
@@ -135,18 +135,32 @@ def scaled_parts(acc, factor, PARTS: tl.constexpr):
 
 
 @triton.jit
-def apply_value_factors(p, correction, factor, largest):
+def computed_once(x):
+    """Numbers [N] that one thread each computes, where the compiler would have every thread compute all.
+
+    Triton lays numbers out as their user needs them, and with them the loads that they come from, where a
+    tile has fewer keys than the program has threads. It does not see through a maximum.
+    """
+    return tl.max(tl.broadcast_to(x[:, None], [x.shape[0], 2]), 1)
+
+
+@triton.jit
+def apply_value_factors(p, correction, factor, largest, ONCE: tl.constexpr = False):
     """P and the correction of earlier sums, for sums that are still to be multiplied by the largest factor.
 
     Args:
         factor: of each key [N]. largest: of all factors so far; `LEAST_FACTOR` at first.
+        ONCE: see `computed_once`.
 
     Returns:
         `(p, correction, largest)`.
     """
     numbers = tl.where(factor == factor, factor, LEAST_FACTOR)
     larger = tl.maximum(largest, tl.max(numbers, 0))
-    return p * (factor * (1.0 / larger))[None, :], correction * (largest / larger), larger
+    factor *= 1.0 / larger
+    if ONCE:
+        factor = computed_once(factor)
+    return p * factor[None, :], correction * (largest / larger), larger
 
 
 @triton.jit
