@@ -62,84 +62,50 @@ TINY_MODELS = {
     "gemma-3-tiny": TinyModel("gemma3_text", 4, 2, 256, {**_WINDOWS, "query_pre_attn_scalar": 256}),
     # Values narrower than keys; layers with a window have sinks and twice the KV heads.
     "mimo-v2-tiny": TinyModel(
-        "mimo_v2_flash",
-        8,
-        1,
-        192,
+        "mimo_v2_flash", 8, 1, 192,
         {**_WINDOWS, **_EXPERTS, "v_head_dim": 128, "n_routed_experts": 4, "mlp_layer_types": ["dense"] * 2},
     ),
     # Layers with windows have heads of 256 channels, the others of 512.
     "gemma-4-tiny": TinyModel(
-        "gemma4_text",
-        8,
-        2,
-        256,
+        "gemma4_text", 8, 2, 256,
         {
-            **_WINDOWS,
-            "global_head_dim": 512,
-            "hidden_size_per_layer_input": 0,
+            **_WINDOWS, "global_head_dim": 512, "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": 96,
         },
     ),
     # Latent attention.
     "deepseek-v3-tiny": TinyModel("deepseek_v3", 12, 12, 64, _LATENT),
     "kimi-linear-tiny": TinyModel(
-        "kimi_linear",
-        8,
-        8,
-        64,
+        "kimi_linear", 8, 8, 64,
         {
-            **_LATENT,
-            "q_lora_rank": None,
-            "num_local_experts": 4,
-            "linear_head_dim": 64,
-            "linear_num_heads": 2,
-            "layer_types": ["linear_attention", "full_attention"],
+            **_LATENT, "q_lora_rank": None, "num_local_experts": 4, "linear_head_dim": 64,
+            "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"],
         },
     ),
     "deepseek-v3.2-tiny": TinyModel("deepseek_v32", 8, 8, 64, {**_LATENT, **_INDEXER}),
     # Every second layer takes the tokens that the layer before it chose.
     "glm-5-tiny": TinyModel(
-        "glm_moe_dsa",
-        8,
-        8,
-        64,
+        "glm_moe_dsa", 8, 8, 64,
         {
-            **_LATENT,
-            **_INDEXER,
-            "qk_nope_head_dim": 192,
-            "v_head_dim": 256,
+            **_LATENT, **_INDEXER, "qk_nope_head_dim": 192, "v_head_dim": 256,
             "indexer_types": ["full", "shared"],
         },
     ),
     # A layer of each kind, which compress so much that a short prompt has compressed rows.
     DEEPSEEK_V4: TinyModel(
-        "deepseek_v4",
-        8,
-        1,
-        512,
+        "deepseek_v4", 8, 1, 512,
         {
-            "num_hidden_layers": 3,
-            "sliding_window": 6,
+            **_EXPERTS, "n_routed_experts": 4, "num_hidden_layers": 3, "sliding_window": 6,
             "mlp_layer_types": ["moe"] * 3,
             "layer_types": [
-                "sliding_attention",
-                "compressed_sparse_attention",
-                "heavily_compressed_attention",
+                "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
             ],
             "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
-            "q_lora_rank": 64,
-            "o_lora_rank": 32,
-            "o_groups": 2,
-            "index_n_heads": 2,
-            "index_head_dim": 128,
+            "q_lora_rank": 64, "o_lora_rank": 32, "o_groups": 2, "index_n_heads": 2, "index_head_dim": 128,
             "index_topk": 2,
-            "moe_intermediate_size": 64,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
         },
     ),
-}
+}  # fmt: skip
 
 
 def tiny_config(name: str, *, vocab_size: int = 96, num_layers: int = 2) -> Any:

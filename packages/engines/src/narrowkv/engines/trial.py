@@ -222,23 +222,16 @@ def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Tri
     model = tiny_model(name).to("cuda" if torch.cuda.is_available() else "cpu")
     own = generate(model, count)
     yield compared(OWN, own[:2], *own)
-    if name == DEEPSEEK_V4:
-        for kind in caches:
-            deepseek_v4.register(_ROWS[kind])
-            model.set_attn_implementation(deepseek_v4.NAME)
-            watch = Watch(deepseek)
-            with watch.watching():
-                found = generate(model, count)
-            yield compared(kind, own[:2], *found, calls=watch.calls, spent=watch.spent)
-        return
     narrow.register()
-    deepseek_v4.register()
-    model.set_attn_implementation(deepseek_v4.NAME if name in LATENT_SPARSE else narrow.NAME)
+    in_rows = name == DEEPSEEK_V4
     for kind in caches:
-        watch = Watch(attention, layers, *((dense, deepseek, latent) if name in LATENT else ()))
-        stored = CacheFormat(*_PAIRS[kind]) if kind in _PAIRS else kind
-        with watch.watching():
+        deepseek_v4.register(_ROWS[kind] if in_rows else None)
+        model.set_attn_implementation(deepseek_v4.NAME if in_rows or name in LATENT_SPARSE else narrow.NAME)
+        watch = Watch(attention, layers, *((dense, deepseek, latent) if in_rows or name in LATENT else ()))
+        stored, pages = CacheFormat(*_PAIRS[kind]) if kind in _PAIRS else kind, None
+        if not in_rows:
             pages = narrow.NarrowCache(model.config, max_length=len(PROMPT) + count, format=stored)
+        with watch.watching():
             found = generate(model, count, pages)
         yield compared(kind, own[:2], *found, calls=watch.calls, spent=watch.spent)
 

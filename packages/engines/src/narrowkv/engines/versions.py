@@ -13,7 +13,7 @@ __all__ = ["TESTED", "EngineVersionError", "adapting", "check_version", "is_test
 TESTED: dict[str, tuple[str, ...]] = {
     "sglang": ("0.5.23",),
     "transformers": ("5.17", "5.19", "5.23", "5.24"),
-    "vllm": ("0.32",),
+    "vllm": ("0.32", "0.33"),
 }
 """Releases by the engine's module; "0.32" stands for all that begin with it."""
 

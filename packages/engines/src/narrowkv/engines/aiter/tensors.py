@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from narrowkv.paged_cache.cache import fp4_scales, kind_of_cache
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import active_target
+from narrowkv.runtime.operation import Bounded
 
 __all__ = [
     "cache_of",
@@ -28,8 +28,7 @@ __all__ = [
 
 _FP4, _E8M0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
 _FP4_SCALES = (torch.uint8, _E8M0, torch.float8_e4m3fn)
-_MAX_PLANS = 4  # prefill plans that are kept, each with its scratch
-_plans: OrderedDict[Any, PrefillPlan] = OrderedDict()
+_plans: Bounded[PrefillPlan] = Bounded(4)  # each with its scratch
 
 
 def refuse(function: str, call: Any, *names: str) -> None:
@@ -160,9 +159,6 @@ def prefill_plan(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = plan_prefill(q, cache, table, starts, max_q_len=max(max_q, 1), max_seq_len=max(max_k, 1))
-        _plans[key] = plan
-        if len(_plans) > _MAX_PLANS:
-            _plans.popitem(last=False)
-    _plans.move_to_end(key)
+        made = plan_prefill(q, cache, table, starts, max_q_len=max(max_q, 1), max_seq_len=max(max_k, 1))
+        plan = _plans.keep(key, made)
     return plan

@@ -151,9 +151,12 @@ class LatentLayer(NarrowLayer):
 
     def _flat(self) -> torch.Tensor:
         """The pages as one row after another."""
+        return self._pages.view(self._pages.shape[0] * self.owner.page_size, -1)
+
+    @property
+    def _pages(self) -> torch.Tensor:
         assert self.rows is not None
-        data = self.rows.data if isinstance(self.rows, DSV4Rows) else self.rows
-        return data.view(data.shape[0] * self.owner.page_size, -1)
+        return self.rows.data if isinstance(self.rows, DSV4Rows) else self.rows
 
     def _stored(self, new: torch.Tensor) -> torch.Tensor:
         """Rows `[tokens, columns]` as they are stored."""
@@ -179,18 +182,14 @@ class LatentLayer(NarrowLayer):
         """Keeps these sequences, which may repeat, in this order."""
         if self.rows is None:
             return
-        per_row, self.batch_size = self.owner.pages, int(index.shape[0])
-        data = self.rows.data if isinstance(self.rows, DSV4Rows) else self.rows
+        per_row, self.batch_size, data = self.owner.pages, int(index.shape[0]), self._pages
         held = data[:-1].view(-1, per_row, *data.shape[1:]).index_select(0, index.to(data.device))
         taken = torch.cat([held.flatten(0, 1), data[-1:]])
         self.rows = replace(self.rows, data=taken) if isinstance(self.rows, DSV4Rows) else taken
 
     def bytes(self) -> int:
         """Bytes of the pages."""
-        if self.rows is None:
-            return 0
-        data = self.rows.data if isinstance(self.rows, DSV4Rows) else self.rows
-        return data.numel() * data.element_size()
+        return 0 if self.rows is None else self._pages.nbytes
 
 
 class IndexedLatentLayer(LatentLayer):
@@ -218,8 +217,7 @@ class IndexedLatentLayer(LatentLayer):
 
     def bytes(self) -> int:
         """Bytes of the pages and of the index keys."""
-        keys = self.indexer_keys
-        return super().bytes() + (0 if keys is None else keys.numel() * keys.element_size())
+        return super().bytes() + (0 if self.indexer_keys is None else self.indexer_keys.nbytes)
 
 
 def latent_layer(module: torch.nn.Module) -> LatentLayer | None:
