@@ -78,10 +78,15 @@ class Sm90Kernel:
         assert found is not None
         return int(found[1])
 
+    def instructions(self) -> list[tuple[int, str]]:
+        """Address and text of each instruction."""
+        found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", self.machine_code())
+        return [(int(address, 16), text) for address, text in found]
+
     def product_loops(self) -> list[list[str]]:
         """The innermost loops of the machine code that multiply matrices, each as its instructions."""
-        instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", self.machine_code())
-        addresses = [int(address, 16) for address, _ in instructions]
+        instructions = self.instructions()
+        addresses = [address for address, _ in instructions]
         bodies = []
         for number, (_, text) in enumerate(instructions):
             branch = re.search(r"BRA.*?0x([0-9a-f]+)", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -58,3 +59,33 @@ def emulate(
         results = (inputs or right).call()
     assert sum(run.result.counts.mfma_flops for run in executor.runs) > 0
     return check(case, right, results, bound=bound), [run.artifact for run in executor.runs]
+
+
+def stale_codes(code: list[tuple[int, str]]) -> list[str]:
+    """Registers of FP8 codes that a loop of sm90 code widens before it packs them.
+
+    No kernel carries packed codes from one pass of a loop to the next. ptxas 12.9 does where a product of
+    warpgroups reads codes that are also widened again: the pass then widens those of the pass before.
+
+    Args:
+        code: the address and the text of each instruction.
+    """
+    place = {address: number for number, (address, _) in enumerate(code)}
+    found = set()
+    for number, (_, text) in enumerate(code):
+        branch = re.search(r"\bBRA.*?0x([0-9a-f]+)$", text)
+        begin = place.get(int(branch[1], 16), number) if branch else number
+        packed: dict[str, bool] = {}
+        first_read = set()
+        for _, inside in code[begin : number + (begin < number)]:
+            operation = re.sub(r"^@\S+\s+", "", inside)
+            widened = re.match(r"F2FP\S*\.E[45]M[32]\.UNPACK_B\S* R\d+, (R\d+)", operation)
+            if widened and widened[1] not in packed:
+                first_read.add(widened[1])
+            written = re.match(r"(\S+) (?:U?P\w+, )?R(\d+)", operation)
+            if written:
+                packs = bool(re.match(r"F2FP\S*\.E[45]M[32]\.F32\.PACK|PRMT .*, 0x7610, ", operation))
+                last = int(written[2]) + (4 if ".128" in written[1] else 2 if ".64" in written[1] else 1)
+                packed.update({f"R{register}": packs for register in range(int(written[2]), last)})
+        found |= {register for register in first_read if packed.get(register)}
+    return sorted(found)

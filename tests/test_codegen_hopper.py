@@ -6,9 +6,16 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from generated_code import stale_codes
 
 from narrowkv.attn_decode import paged_decode, plan_decode
+from narrowkv.attn_prefill import config
 from narrowkv.testing.cases.decode import K8V4, DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sage import SageCase
+
+FP8 = torch.float8_e4m3fn
 
 
 def _decode(sm90_code: Any, capacity: int, batch: int = 1, **changes: Any) -> Any:
@@ -109,3 +116,42 @@ def test_heads_wider_than_256_spill_nothing(fmt: Any, head_dim: int, q_len: int,
     attend = _decode(sm90_code, 8192, 64, format=fmt, head_dim=head_dim, q_len=q_len)[0]
     assert attend.stack_bytes() == 0
     assert attend.shared_bytes <= 227 * 1024
+
+
+FP8_CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "prefill": (PrefillCase, {"q_dtype": FP8, "q_lens": (128,), "lens": (192,)}),
+    "append": (PrefillCase.append, {"fp8_compute": True, "q_lens": (128,), "lens": (192,)}),
+    "decode": (DecodeCase, {"q_dtype": FP8, "lens": (192,), "q_len": 4}),
+    "Sage": (SageCase.small, {"qk_dtype": "fp8", "q_lens": (128,), "k_lens": (192,), "head_dim": 128}),
+}
+
+
+def _fp8_call(name: str, head_dim: int, sm90_code: Any) -> list[Any]:
+    make, case = FP8_CALLS[name]
+    own = {} if name == "Sage" else {"num_kv_heads": 2, "gqa_ratio": 8, "format": "fp8_e4m3fn"}
+    make(**{**case, **own, "head_dim": head_dim}).inputs().prepare()()
+    return list(sm90_code.kernels)
+
+
+@pytest.mark.sampled(most=4)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", FP8_CALLS)
+def test_no_loop_widens_codes_of_the_pass_before(name: str, head_dim: int, sm90_code: Any) -> None:
+    for kernel in _fp8_call(name, head_dim, sm90_code):
+        assert not stale_codes(kernel.instructions()), kernel.name
+
+
+def test_tiles_that_are_not_chosen_widen_codes_of_the_pass_before(sm90_code: Any, monkeypatch: Any) -> None:
+    """Of a Triton where this fails, prefill's FP8 products may have tiles of 64 rows: see `_fp8_block_m`."""
+    monkeypatch.setattr(config, "_fp8_block_m", lambda target, shape: 64)
+    (kernel,) = _fp8_call("prefill", 128, sm90_code)
+    assert len(stale_codes(kernel.instructions())) >= 8
+
+
+@pytest.mark.parametrize(("first", "found"), [("R8", []), ("R9", ["R9"])])
+def test_stale_codes_are_found(first: str, found: list[str]) -> None:
+    code = [
+        "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R8, R1, R2, RZ", f"F2FP.F16.E4M3.UNPACK_B R3, {first}",
+        "PRMT R9, R8, 0x7610, R9", "@P0 BRA 0x0",
+    ]  # fmt: skip
+    assert stale_codes([(16 * number, text) for number, text in enumerate(code)]) == found

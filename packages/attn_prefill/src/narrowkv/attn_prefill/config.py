@@ -270,10 +270,11 @@ def _check_fp8_width(shape: PrefillShape) -> None:
 def _fp8_block_m(target: Target, shape: PrefillShape) -> int:
     """Rows of a tile for FP8 matrix instructions.
 
-    On an H200 under Triton 3.8.0 tiles of 64 rows by 64 keys gave wrong rows over heads of 64 and of 128
-    (relative L1 error 0.14), and over heads of 80 and 96 an illegal access; tiles of 16 and 32 rows
-    were right (0.0016): `tools/tile_sweep.py`. Only tiles of 64 rows multiply FP8 on the matrix unit (wgmma
-    m64n64k32); Triton widens smaller ones to float16 (mma.sync). The cause is not known.
+    Tiles of 64 rows by 64 keys gave wrong rows on Hopper: the first 8 of every 16, from the second tile of
+    keys on. Only these multiply FP8 on the matrix unit (wgmma m64n64k32); Triton widens smaller ones to
+    float16 (mma.sync). ptxas 12.9, of Triton 3.8 and 3.9, widens codes of the tile before where it computes
+    P's second term; ptxas 13.3 does not: see `stale_codes` in `tests/generated_code.py`. In 8 warps such a
+    tile ends in an illegal access, which this does not explain.
     """
     rows = block_m_for(shape)
     return min(rows, 32) if target.is_nvidia else rows
