@@ -24,7 +24,7 @@ from narrowkv.testing.bench.comparison import markdown
 from narrowkv.testing.bench.timing import Timing
 from narrowkv.testing.machine_report import report_document
 from narrowkv.testing.places import Place
-from narrowkv.testing.tune import family_of
+from narrowkv.testing.tune import TUNED_MODELS, TuneSettings, family_of
 from narrowkv.testing.tune.families import TunedFamily
 from narrowkv.testing.tune.search import Gpu
 
@@ -145,6 +145,15 @@ def test_a_search_that_is_cut_leaves_its_whole_classes_and_goes_on(
     assert len(tuned.read_tuned(file).rows) == 1
     again = narrowkv(f"{SMALL} --minutes 1 --file", file)
     assert "2 shape classes, 1 of them from before, 0 for which" in again.stdout
+
+
+def test_families_take_turns() -> None:
+    names = ("decode", "prefill", "sparse", "sage")
+    models = (TUNED_MODELS["glm-4.5-air"], TUNED_MODELS["deepseek-v4-flash"])
+    families = [family_of(name, TuneSettings(model), "cpu") for model in models for name in names]
+    steps = tune.classes_in_turns(families)
+    assert [family.name for family, _ in steps[:5]] == ["decode", "prefill", "sage", "sparse", "decode"]
+    assert sum(len(family.classes()) for family in families) == len(steps)
 
 
 def test_a_class_that_does_not_fit_in_memory_is_left_out(

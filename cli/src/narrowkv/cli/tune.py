@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,18 @@ def tune(
     with Compilers(jobs or usable_cores()) as compilers:
         place = find_place("gpu")
         found = _begun(file, place)
-        work = [
-            (family, chosen)
-            for each in settings
-            for family in (family_of(name, each, place.device) for name in families)
-            for chosen in family.classes()
-        ]
+        work = classes_in_turns(
+            [family_of(name, each, place.device) for each in settings for name in families]
+        )
         if not place.has_times:
             return _rehearse(report, work, Gpu(samples, compilers), place)
         return _search(report, work, Gpu(samples, compilers, until), found, file)
+
+
+def classes_in_turns(families: Sequence[TunedFamily[Any, Any]]) -> list[Step]:
+    """The classes of all families, one of each in turn: every family has rows when the time is over."""
+    steps = ([(family, chosen) for chosen in family.classes()] for family in families)
+    return [step for turn in zip_longest(*steps) for step in turn if step is not None]
 
 
 def _search(report: Report, work: Sequence[Step], gpu: Gpu, found: TuneFile, file: Path) -> ExitCode:

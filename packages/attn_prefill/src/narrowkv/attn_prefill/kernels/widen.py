@@ -118,8 +118,7 @@ def widen_block(
     K_SCALES: tl.constexpr = K.descale != "scalar" and K.descale != "head"
     V_SCALES: tl.constexpr = V.descale != "scalar" and V.descale != "head"
     # A lane loads the elements that it stores, 16 bytes at a time. If it loaded 16 bytes, the compiler would
-    # pass the widened tile through shared memory. H200, FP8: 704 of 1024 tokens 58.4 -> 57.3 us, 8 x 128 over
-    # 4k 396 -> 393 us.
+    # pass the widened tile through shared memory.
     V_WORDS: tl.constexpr = 8 // V.parts
     if K_TYPE is not None:
         K_WORDS: tl.constexpr = 16 if K_TYPE.is_fp8() else 8 // K.parts
