@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from narrowkv.testing.bench import decode
 from narrowkv.testing.bench import traffic as benches
 from narrowkv.testing.bench.measure import Row
 from narrowkv.testing.cases.context_parallel import CASES, Checked, check_cases
-from narrowkv.testing.machine import gpus
+from narrowkv.testing.machine import describe, gpus
 
 SIZES = decode.DecodeSizes(2, 32, 16, 1, 3, 64, "bf16", "fp8_e4m3fn")
 SMALL = f"{SMALL_BENCH} --format fp8_e4m3fn"
@@ -89,6 +92,15 @@ def test_a_broken_baseline_ends_with_2_before_anything_is_measured(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_environment_names_no_gpu_where_there_is_none() -> None:
     assert gpus() == []
+
+
+def test_environment_lists_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).resolve().parents[2]
+    files = (*root.glob("packages/*/pyproject.toml"), root / "cli" / "pyproject.toml")
+    names = [re.findall(r'^name = "(.*)"', file.read_text(), re.MULTILINE)[0] for file in files]
+    found = [SimpleNamespace(name=name, version="1") for name in (*names, "narrowkvs", "torch")]
+    monkeypatch.setattr(metadata, "distributions", lambda: found)
+    assert set(describe()["narrowkv"]) == set(names)
 
 
 STEP = traffic.LayerStep("llama-70b-tp8", "mixed", (1, 1, 20), (30, 9, 40))

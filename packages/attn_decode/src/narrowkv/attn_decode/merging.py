@@ -191,7 +191,7 @@ class MergePlan(Plan):
             sinks_ptr=None if sinks is None else Arg("sinks"),
             num_states=num_states, begin=begin, end=end, num_heads=num_heads,
         )  # fmt: skip
-        return self._layouts.keep(key, PreparedCall(None, [step]))
+        return self._layouts.keep(key, PreparedCall((), [step]))
 
     @staticmethod
     def launch(
@@ -199,10 +199,10 @@ class MergePlan(Plan):
         out: torch.Tensor, lse_out: torch.Tensor | None,
     ) -> None:  # fmt: skip
         """Launches what `launches` returned for arguments like these."""
-        launches.run(
-            o=o, o_state=o.stride(0), lse=lse, lse_state=lse.stride(0), out=out, out_lse=lse_out,
-            sinks=sinks, programs=lse.shape[1] * lse.shape[2],
-        )  # fmt: skip
+        launches.run({
+            "o": o, "o_state": o.stride(0), "lse": lse, "lse_state": lse.stride(0), "out": out,
+            "out_lse": lse_out, "sinks": sinks, "programs": lse.shape[1] * lse.shape[2],
+        })  # fmt: skip
 
 
 _plans: Bounded[MergePlan] = Bounded(64)

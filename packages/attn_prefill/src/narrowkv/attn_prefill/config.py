@@ -273,8 +273,9 @@ def _fp8_block_m(target: Target, shape: PrefillShape) -> int:
     Tiles of 64 rows by 64 keys gave wrong rows on Hopper: the first 8 of every 16, from the second tile of
     keys on. Only these multiply FP8 on the matrix unit (wgmma m64n64k32); Triton widens smaller ones to
     float16 (mma.sync). ptxas 12.9, of Triton 3.8 and 3.9, widens codes of the tile before where it computes
-    P's second term; ptxas 13.3 does not: see `stale_codes` in `tests/generated_code.py`. In 8 warps such a
-    tile ends in an illegal access, which this does not explain.
+    P's second term; ptxas 13.3 does not: see `stale_codes` in `tests/generated_code.py`. With P rounded in
+    float32 first they are right, whose time is not known. In 8 warps they end in an illegal access, which
+    this does not explain.
     """
     rows = block_m_for(shape)
     return min(rows, 32) if target.is_nvidia else rows
