@@ -485,7 +485,7 @@ def _shipped_config(
     facts = _facts(target, shape, formats, scale_group, chosen, block_m, cache)
     if not (split or tokens_per_split or batch_invariant) and block_m == 16:
         unsplit = _unsplit(target, shape, k_format, target.compute_units * RESIDENT // head_programs)
-    facts["second_wave"] = unsplit is not None and 2 * shape.batch > int(units * 3 * RESIDENT)
+    facts["second_wave"] = unsplit is not None and 1.5 < shape.batch / (units * RESIDENT) <= 2
     tile = _tile_of(target, shape, facts, units, batch_invariant)
     block_n, slots = tile.block_n, max(1, int(units * tile.resident))
     if tile.most_splits:

@@ -199,11 +199,11 @@ LARGE_ROWS = (
     ConfigRow({"block_m": 32, "narrow": True}, DecodeTile(32, _options(2, 3), 4)),
     ConfigRow({**_ONE_TOKEN_OF_FP8, "head_dim": range(65)}, DecodeTile(32, _options(1, 3), 16),
         _BY_REGISTERS),
-    ConfigRow({**_ONE_TOKEN_OF_FP8, "ratio": range(7)}, DecodeTile(32, _options(1, 3), 12), _BY_REGISTERS),
     ConfigRow({**_ONE_TOKEN_OF_FP8, "second_wave": True}, DecodeTile(64, _options(2, 3)),
-        "The sequences fill the chip more than one and a half times without a split. H200, 64 keys of two "
-        "warps and 32 of one: B256 ctx512 81.3 and 87.3 us, ctx1024 146.7 and 165.5; but B192 ctx512 60.5 "
-        "and 57.2"),
+        "The sequences fill the chip one and a half to two times without a split. H200, 64 keys of two warps "
+        "and 32 of one: 96/8 heads, B256 ctx512 81.0 and 89.0 us, ctx1024 147 and 165, 32/8 heads 79.4 and "
+        "87.5, 146 and 159; but 96/8 heads, ctx512, B192 60.5 and 57.2, B320 102 and 96.9"),
+    ConfigRow({**_ONE_TOKEN_OF_FP8, "ratio": range(7)}, DecodeTile(32, _options(1, 3), 12), _BY_REGISTERS),
     ConfigRow({"narrow": False}, DecodeTile(32, _options(2, 2), 4)),
     ConfigRow({"cache": "groups"}, DecodeTile(32, _options(1, 3)),
         "`attend_in_registers`. H100, B64 ctx8192, with it and with tiles in shared memory: NVFP4 251 and "
