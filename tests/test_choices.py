@@ -104,7 +104,7 @@ def _choose_decode(draw: random.Random, target: Target, formats: tuple[str, str]
         (28, 4, 80), (64, 2, 256), (16, 1, 576),
     )  # fmt: skip
     shape = DecodeShape(
-        draw.choice((1, 4, 16, 64, 128)), draw.choice((1, 1, 2, 4, 16)), *draw.choice(heads), 16,
+        draw.choice((1, 4, 16, 64, 128, 256)), draw.choice((1, 1, 2, 4, 16)), *draw.choice(heads), 16,
         draw.choice((128, 1024, 2048, 4096, 32768, 131072)), draw.choice((torch.bfloat16, torch.float16)),
     )  # fmt: skip
     choose_decode(

@@ -314,12 +314,12 @@ def _items_of(
 
 
 def _unsplit(target: Target, shape: DecodeShape, k_format: str, slots: int) -> str | None:
-    """The split "none" where short sequences fill an NVIDIA GPU, else None; not for FP8.
+    """The split "none" where short sequences fill an NVIDIA GPU, else None.
 
-    H200, B128 ctx1024 with even shares and without a split: FP4 71.8 and 61.8 us, NVFP4 74.7 and 64.9, FP8
-    keys with FP4 values 63.3 and 61.6, bf16 128.9 and 125.8; B256: 131 and 113, 146 and 124, 122 and 116, 251
-    and 248, but FP8 148 and 158. B256 of 16 to 1024 keys: FP4 88.6 and 86.5, FP8 keys with FP4 values 94.4
-    and 95.0.
+    H200, B128 ctx1024 with even shares and without a split: FP8 85.0 and 77.3 us, FP4 71.8 and 61.8, NVFP4
+    74.7 and 64.9, FP8 keys with FP4 values 63.3 and 61.6, bf16 128.9 and 125.8; B256: 166 and 147, 131 and
+    113, 146 and 124, 122 and 116, 251 and 248. B256 of 16 to 1024 keys: FP4 88.6 and 86.5, FP8 keys with FP4
+    values 94.4 and 95.0. FP8, ctx512: B64 27.6 and 25.3, B192 93.4 and 57.2, B256 103 and 81.3.
 
     Args:
         slots: programs of a KV head that run at once.
@@ -455,6 +455,7 @@ def _shipped_config(
     """The shipped configuration; see `choose_config`."""
     chosen = choose_kernel(target, k_format, kernel, head_dim=shape.head_dim)
     _check_fp8_kernel(target, shape, (k_format, v_format), scale_group, chosen)
+    unsplit: str | None = None
     k_parts = {"native": 1, "fp8": 2}.get(chosen) or parts_of(target, k_format, is_key=True)
     rows = shape.q_len * shape.gqa_ratio
     formats = (k_format, v_format)
@@ -467,6 +468,9 @@ def _shipped_config(
     head_programs = shape.num_kv_heads * row_blocks
     units = target.compute_units / head_programs  # of one KV head and row block
     facts = _facts(target, shape, formats, scale_group, chosen, block_m, cache)
+    if not (split or tokens_per_split or batch_invariant) and block_m == 16:
+        unsplit = _unsplit(target, shape, k_format, target.compute_units * RESIDENT // head_programs)
+    facts["second_wave"] = unsplit is not None and 1.5 < shape.batch / (units * RESIDENT) <= 2
     tile = _tile_of(target, shape, facts, units, batch_invariant)
     block_n, slots = tile.block_n, max(1, int(units * tile.resident))
     if tile.most_splits:
@@ -480,9 +484,7 @@ def _shipped_config(
         block_n, splits = amd_splits(shape.batch, shape.capacity, block_n, units, small_tiles)
         if splits:
             split, slots = "per_sequence" if splits > 1 else "none", shape.batch * splits
-    if not (batch_invariant or fast) and block_m == 16:
-        split = split or _unsplit(target, shape, k_format, target.compute_units * RESIDENT // head_programs)
-    split = split or ("none" if shape.capacity <= block_n else "even")
+    split = split or unsplit or ("none" if shape.capacity <= block_n else "even")
     if tokens_per_split or batch_invariant:
         key_tiles = max(1, -(-shape.capacity // block_n))
         split, slots, tiles_per_split = "fixed", 0, -(-(tokens_per_split or _INVARIANT_TOKENS) // block_n)

@@ -141,8 +141,9 @@ SHORT_ROWS = (
     ConfigRow({"cache": ("fp8", "16-bit"), "tiles": "one"},
         DecodeTile(64, _options(2, 3), 2, "pages", "per_sequence"),
         "H100, against one tile a program: B1 ctx8192 bf16 22.1 and 26.7 us, FP8 17.0 and 19.6"),
-    ConfigRow({"cache": "fp8", "single": True}, DecodeTile(64, _options(2, 3), 2, "pages", "per_sequence"),
-        _SEVERAL_IN_FLIGHT + "B1 ctx32768 34.3 us and 38.1"),
+    ConfigRow({"cache": "fp8", "single": True}, DecodeTile(64, _options(2, 3), 3, "pages", "per_sequence"),
+        _SEVERAL_IN_FLIGHT + "B1 ctx32768 34.3 us and 38.1. H200, with two and with three programs a "
+        "multiprocessor 28.0 and 27.4"),
     ConfigRow({"cache": "16-bit", "single": True, "few": True},
         DecodeTile(64, _options(2, 3), 2, "pages", "per_sequence"),
         _SEVERAL_IN_FLIGHT + "B1 ctx32768 55.0 us and 63.0"),
@@ -198,6 +199,10 @@ LARGE_ROWS = (
     ConfigRow({"block_m": 32, "narrow": True}, DecodeTile(32, _options(2, 3), 4)),
     ConfigRow({**_ONE_TOKEN_OF_FP8, "head_dim": range(65)}, DecodeTile(32, _options(1, 3), 16),
         _BY_REGISTERS),
+    ConfigRow({**_ONE_TOKEN_OF_FP8, "second_wave": True}, DecodeTile(64, _options(2, 3)),
+        "The sequences fill the chip one and a half to two times without a split. H200, 64 keys of two warps "
+        "and 32 of one: 96/8 heads, B256 ctx512 81.0 and 89.0 us, ctx1024 147 and 165, 32/8 heads 79.4 and "
+        "87.5, 146 and 159; but 96/8 heads, ctx512, B192 60.5 and 57.2, B320 102 and 96.9"),
     ConfigRow({**_ONE_TOKEN_OF_FP8, "ratio": range(7)}, DecodeTile(32, _options(1, 3), 12), _BY_REGISTERS),
     ConfigRow({"narrow": False}, DecodeTile(32, _options(2, 2), 4)),
     ConfigRow({"cache": "groups"}, DecodeTile(32, _options(1, 3)),
@@ -408,6 +413,11 @@ MERGE_ROWS = (
             "27.3, 25.8 and 25.9, B16 ctx8192 77.6, 82.3 and 84.0")
         for head_dims, warps in ((range(129), 4), (range(129, 257), 8))
     ),
+    ConfigRow({"vendor": "nvidia", "split": "per_sequence", "splits": range(17, _MANY),
+            "head_dim": range(129), "invariant": False},
+        MergeTile(64, 4),
+        "H200, FP8, 96/8 heads, with 16 splits at once in one warp and 64 in four: B1 ctx8192 16.7 and 15.0 "
+        "us, B1 ctx32768 29.9 and 28.0"),
     ConfigRow({}, MergeTile()),
 )  # fmt: skip
 

@@ -301,13 +301,14 @@ class SparsePlan(SparseSettings):
         stride_lt, stride_lh = (0, 0) if not self.writes_lse else (heads, 1)
         if given.lse is not None:
             stride_lt, stride_lh = given.lse.stride()
-        key = (
-            config.family, splits > 1, query, *layouts, out.dtype, stride_t, stride_h, stride_lt, stride_lh
+        layout = SparseLayout(
+            config.family, splits > 1, query, layouts[0], layouts[1], out.dtype, stride_t, stride_h,
+            stride_lt, stride_lh,
         )  # fmt: skip
-        launches = self._layouts.get(key)
+        launches = self._layouts.get(layout)
         if launches is None:
-            made = prepare(self, config, SparseLayout(*key), self._scratch, given)
-            launches = self._layouts.keep(key, made)
+            made = prepare(self, config, layout, self._scratch, given)
+            launches = self._layouts.keep(layout, made)
         allocated = {name: block for name, block in allocated.items() if name not in self._scratch}
         return PreparedSparse(launches=launches, sizes=sizes, allocated=allocated, **results)
 
