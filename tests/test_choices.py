@@ -101,7 +101,7 @@ def _rows_of(module: ModuleType) -> dict[int, ConfigRow[Any]]:
 def _choose_decode(draw: random.Random, target: Target, formats: tuple[str, str]) -> None:
     heads = (
         (96, 8, 128), (64, 64, 128), (8, 1, 128), (12, 1, 64), (8, 1, 256), (48, 8, 192), (32, 4, 512),
-        (28, 4, 80), (64, 2, 256), (16, 1, 576),
+        (28, 4, 80), (64, 2, 256), (16, 1, 576), (64, 4, 192),
     )  # fmt: skip
     shape = DecodeShape(
         draw.choice((1, 4, 16, 64, 128, 256)), draw.choice((1, 1, 2, 4, 16)), *draw.choice(heads), 16,

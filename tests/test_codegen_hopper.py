@@ -118,6 +118,20 @@ def test_heads_wider_than_256_spill_nothing(fmt: Any, head_dim: int, q_len: int,
     assert attend.shared_bytes <= 227 * 1024
 
 
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize(("q_len", "gqa_ratio"), [(1, 8), (4, 8), (4, 16)])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn"])
+def test_keys_of_192_channels_with_values_of_128_spill_nothing(
+    fmt: str, q_len: int, gqa_ratio: int, sm90_code: Any
+) -> None:
+    case = DecodeCase(
+        lens=(64,), num_kv_heads=2, head_dim=192, v_head_dim=128, q_len=q_len, gqa_ratio=gqa_ratio, format=fmt
+    )
+    q, cache, table = case.build()
+    paged_decode(q, cache, table)
+    assert sm90_code.kernels[0].stack_bytes() == 0
+
+
 FP8_CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "prefill": (PrefillCase, {"q_dtype": FP8, "q_lens": (128,), "lens": (192,)}),
     "append": (PrefillCase.append, {"fp8_compute": True, "q_lens": (128,), "lens": (192,)}),

@@ -79,6 +79,11 @@ _LARGE_TILE = (
     "keys at ratio 12: "
 )
 
+_MORE_WARPS = (
+    "192 channels, not timed: 32 rows by two warps spill 56 bytes of a thread, over FP8 304; 64 rows by four "
+    "warps over FP8 224; none with twice the warps"
+)
+
 # Tiles of 64 rows and more on NVIDIA.
 TALL_ROWS = (
     ConfigRow({"target": "sm90", "cache": "fp8", "row_blocks": 1, "block_m": 64},
@@ -99,6 +104,8 @@ TALL_ROWS = (
         "With 128 registers two programs run, and one multiplies while the other is in its softmax: H100 "
         "687 us instead of 805 us"),
     ConfigRow({"narrow": True, "block_m": 64}, DecodeTile(64, _options(4, 3), 2)),
+    ConfigRow({"block_m": 64, "head_dim": 192, "k": _OCP_FP8}, DecodeTile(64, _options(8, 2), 1),
+        _MORE_WARPS),
     ConfigRow({"block_m": 64}, DecodeTile(64, _options(4, 2), 2)),
     ConfigRow({"narrow": True}, DecodeTile(64, _options(8, 3), 1)),
     ConfigRow({}, DecodeTile(64, _options(8, 2), 1)),
@@ -204,6 +211,7 @@ LARGE_ROWS = (
         "and 32 of one: 96/8 heads, B256 ctx512 81.0 and 89.0 us, ctx1024 147 and 165, 32/8 heads 79.4 and "
         "87.5, 146 and 159; but 96/8 heads, ctx512, B192 60.5 and 57.2, B320 102 and 96.9"),
     ConfigRow({**_ONE_TOKEN_OF_FP8, "ratio": range(7)}, DecodeTile(32, _options(1, 3), 12), _BY_REGISTERS),
+    ConfigRow({"head_dim": 192, "block_m": 32}, DecodeTile(32, _options(4, 2), 2), _MORE_WARPS),
     ConfigRow({"narrow": False}, DecodeTile(32, _options(2, 2), 4)),
     ConfigRow({"cache": "groups"}, DecodeTile(32, _options(1, 3)),
         "`attend_in_registers`. H100, B64 ctx8192, with it and with tiles in shared memory: NVFP4 251 and "
