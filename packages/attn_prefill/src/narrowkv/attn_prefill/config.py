@@ -174,7 +174,8 @@ def _with_few(
     choose: gives the configuration of sequences with many query tokens, from the rows of a tile.
     """
     few, least = few_classes(target, shape, formats, widened) if classes else ([], 0)
-    parts = [split_config(target, shape, formats, q_lens, rows, "few rows share each key") for q_lens, rows in few]
+    why = "few rows share each key"
+    parts = [split_config(target, shape, formats, q_lens, rows, why) for q_lens, rows in few]
     if least < ANY_LEN:
         # Among several sequences, some have too many tokens for the class of short ones.
         block_m = 64 if shape.batch > 1 else block_m_for(shape)
