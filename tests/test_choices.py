@@ -55,7 +55,7 @@ def _shares(target: Target) -> dict[str, int]:
     return {
         "decode": choose_decode(target, _DECODE, "bf16", "bf16").num_items,
         "fused prefill": fused_config(target, _CHUNK, 64, "").num_splits,
-        "split prefill": split_config(target, _CHUNK, (0, 16), 16, "").num_splits,
+        "split prefill": split_config(target, _CHUNK, ("bf16", "bf16"), (0, 16), 16, "").num_splits,
         "sparse": sparse.choose_splits(target, rows, 1, 128, 2048),
         "dense prefill": dense_config(target, _CHUNK, 64, "", plain=True).num_splits,
         "indexer": -columns_of_program(target, 64, 1, 16384),

@@ -108,6 +108,16 @@ def test_no_product_is_32_columns_wide(changes: dict[str, Any], sm90_code: Any) 
     assert "HGMMA.64x32" not in attend.machine_code()
 
 
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize(("fmt", "most"), [(K8V4, 1000), ("fp4_e2m1", 1130)], ids=str)
+def test_factors_of_keys_are_not_loaded_by_every_thread(fmt: Any, most: int, sm90_code: Any) -> None:
+    attend = _decode(sm90_code, 1024, 4, q_len=8, format=fmt)[0]
+    loop = attend.product_loops()[0]
+    assert sum(bool(re.search(r"\bLDG\b", text)) for text in loop) <= 12
+    assert len(loop) <= most
+    assert attend.stack_bytes() == 0
+
+
 @pytest.mark.sampled(always=[{"fmt": "fp8_e4m3fn", "head_dim": 512, "q_len": 1}], most=2)
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize("head_dim", [320, 512])

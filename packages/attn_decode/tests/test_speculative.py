@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from narrowkv.attn_decode import paged_decode, plan_decode
+from narrowkv.attn_decode import launch, paged_decode, plan_decode
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.paged_cache import pack_tree_mask, tree_mask_from_custom_mask
 from narrowkv.runtime.launch import run_as
 from narrowkv.testing.agreement import assert_agrees, assert_right
-from narrowkv.testing.cases.decode import TREES, DecodeCase, draw_tree
+from narrowkv.testing.cases.decode import K8V4, TREES, DecodeCase, draw_tree
 
 pytestmark = pytest.mark.sampled
 
@@ -225,3 +225,14 @@ def test_a_tree_mask_reaches_the_operator():
     # A plan serves tables with and without a mask.
     plan = plan_decode(q, cache, table)
     assert torch.equal(paged_decode(q, cache, masked, plan=plan), expected)
+
+
+@pytest.mark.parametrize("fmt", ["fp4_e2m1", K8V4], ids=str)
+def test_factors_that_are_computed_once_change_no_bit(fmt, monkeypatch):
+    q, cache, table = W(q_len=3, lens=(70, 5), num_kv_heads=1, gqa_ratio=2, format=fmt).build()
+    plain = paged_decode(q, cache, table, plan=plan_decode(q, cache, table))
+    asked = []
+    monkeypatch.setattr(launch, "repeats_loads", lambda *call: asked.append(call) or True)
+    once = paged_decode(q, cache, table, plan=plan_decode(q, cache, table))
+    assert asked
+    assert torch.equal(once, plain)

@@ -149,7 +149,7 @@ def _shipped_config(
         if kernel == "dense":
             return widened(block_m, "as asked")
         if kernel == "split":
-            return split_config(target, shape, (0, ANY_LEN), block_m, "as asked")
+            return split_config(target, shape, formats, (0, ANY_LEN), block_m, "as asked")
         return fused_config(target, shape, block_m, "as asked")
     if not scratch_fits:
         why = "scratch for widened keys would exceed the limit; max_kv_tokens tightens the bound"
@@ -174,7 +174,8 @@ def _with_few(
     choose: gives the configuration of sequences with many query tokens, from the rows of a tile.
     """
     few, least = few_classes(target, shape, formats, widened) if classes else ([], 0)
-    parts = [split_config(target, shape, q_lens, rows, "few rows share each key") for q_lens, rows in few]
+    why = "few rows share each key"
+    parts = [split_config(target, shape, formats, q_lens, rows, why) for q_lens, rows in few]
     if least < ANY_LEN:
         # Among several sequences, some have too many tokens for the class of short ones.
         block_m = 64 if shape.batch > 1 else block_m_for(shape)
@@ -361,7 +362,7 @@ def choose_append_config(
         return replace(pipelined, kernel="pipelined", options=options)
 
     if kernel == "split":
-        return split_config(target, shape, (0, ANY_LEN), block_m_for(shape), "as asked")
+        return split_config(target, shape, formats, (0, ANY_LEN), block_m_for(shape), "as asked")
     if kernel is not None:
         return fused(block_m_for(shape)) if kernel == "fused" else widened(block_m_for(shape))
     if lacks:

@@ -354,7 +354,7 @@ class PrefillSettings(Plan):
         formats = (self.k_format, self.v_format)
         found = [few_bounds(self.target, self.shape, formats, name) for name in (None, "dense", "pipelined")]
         return [
-            split_config(self.target, self.shape, (0, most), block_m, "")
+            split_config(self.target, self.shape, formats, (0, most), block_m, "")
             for bounds in found
             for most, block_m in bounds
             if most >= self.shape.min_q_len
