@@ -420,8 +420,8 @@ def test_prepass_expands_what_is_less_the_pool_or_the_named_rows(device, monkeyp
     sizes = []
     right = SparsePlan._expanded
 
-    def expanded(plan, values, side, source):
-        layout = right(plan, values, side, source)
+    def expanded(plan, values, allocated, side, source):
+        layout = right(plan, values, allocated, side, source)
         sizes.append(values["prefix_rows"])
         return layout
 

@@ -59,8 +59,10 @@ def test_fp4_groups_of_very_different_size(device: str) -> None:
     where = {name: bound.clamp(max=40) for name, bound in inputs.where.items()}
     found = index_logits(inputs.q, inputs.weights, keys, **where)
     expected = index_logits_reference(inputs.q, inputs.weights, keys, **where)
+    # Terms of both signs may all but cancel: the error is bounded by their magnitudes.
+    terms = index_logits_reference(inputs.q, inputs.weights.abs(), keys, **where)
     inside = expected > -torch.inf
-    assert torch.allclose(found[inside].double(), expected[inside], rtol=1e-5)
+    assert ((found[inside].double() - expected[inside]).abs() <= 1e-5 * terms[inside]).all()
 
 
 def test_packed_fp4_pages_end_with_the_scales_of_their_groups() -> None:
