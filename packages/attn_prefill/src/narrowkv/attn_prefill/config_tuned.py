@@ -62,7 +62,7 @@ def is_tuned(shape: PrefillShape, shipped: PrefillConfig) -> bool:
 
 def choices(target: Target, head_dim: int) -> list[PrefillChoice]:
     """Kernels and tiles to try, with one program for each tile's keys; splits are tried after that."""
-    keys = (16, 32) if target.is_amd and head_dim > 128 else (32, 64)
+    keys: tuple[int, ...] = (16, 32) if target.is_amd and head_dim > 128 else (32, 64)
     if head_dim > WIDE_HEAD:
         keys = (scratch_block(head_dim),)
     stages, matrices = ((1, 2), (16, 32)) if target.is_amd else ((2, 3), (0,))
