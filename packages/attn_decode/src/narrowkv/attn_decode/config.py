@@ -455,7 +455,6 @@ def _shipped_config(
     """The shipped configuration; see `choose_config`."""
     chosen = choose_kernel(target, k_format, kernel, head_dim=shape.head_dim)
     _check_fp8_kernel(target, shape, (k_format, v_format), scale_group, chosen)
-    unsplit: str | None = None
     k_parts = {"native": 1, "fp8": 2}.get(chosen) or parts_of(target, k_format, is_key=True)
     rows = shape.q_len * shape.gqa_ratio
     formats = (k_format, v_format)
@@ -468,6 +467,7 @@ def _shipped_config(
     head_programs = shape.num_kv_heads * row_blocks
     units = target.compute_units / head_programs  # of one KV head and row block
     facts = _facts(target, shape, formats, scale_group, chosen, block_m, cache)
+    unsplit = None
     if not (split or tokens_per_split or batch_invariant) and block_m == 16:
         unsplit = _unsplit(target, shape, k_format, target.compute_units * RESIDENT // head_programs)
     facts["second_wave"] = unsplit is not None and 1.5 < shape.batch / (units * RESIDENT) <= 2

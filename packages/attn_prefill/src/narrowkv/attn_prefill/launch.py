@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,11 @@ class CallTraits(NamedTuple):
     clean: bool
     o_scale: bool = False
 
+    @property
+    def has_options(self) -> bool:
+        """Whether kernels take a log-sum-exp, sinks, a scale of queries or outputs, or shifts of logits."""
+        return self.lse or self.sinks or self.q_descale or self.shifts or self.o_scale
+
 
 class Route(NamedTuple):
     """The kernels of calls of one kind with the same sizes.
@@ -167,11 +173,22 @@ class Route(NamedTuple):
         return [self.attend] if self.fill is None else [self.fill, self.attend]
 
 
-def make_route(
+def make_routes(
+    plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
+    traits: CallTraits,
+) -> tuple[Route, ...]:  # fmt: skip
+    """The kernels of a call of this shape, configuration and traits, for one class of sequences each.
+
+    The last one stores the new tokens of an append, of all sequences.
+    """
+    parts = (*config.short_queries, config)
+    return tuple(_make_route(plan, shape, part, cache, bound, traits) for part in parts)
+
+
+def _make_route(
     plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
     traits: CallTraits,
 ) -> Route:  # fmt: skip
-    """The kernels of a call of this shape and traits, for the class of sequences of a configuration."""
     in_pages = config.kernel in IN_PAGES
     own = per_key(plan.k_granularity, plan.v_granularity) if in_pages else plan.widened_per_key()
     folded = traits.positive and not traits.soft_cap and not own[0]
@@ -229,16 +246,23 @@ class _Maker:
         self.sequences = shape.sequences_with(config.q_lens[0])
         self.key_blocks = shape.scratch_rows(config.scratch_block, self.sequences) // config.scratch_block
         self.key_type = key_type(plan.shape.q_dtype, plan.k_format)
-        # Of K in the workspace: a 16-bit type, or the FP8 type of the matrix unit.
-        self.matrix_type: Any = (
-            TRITON_TYPES.get(self.key_type) if config.fp8 is None else getattr(tl, triton_fp8(config.fp8))
-        )
-        # An append's block factors include a head's descale.
-        kind: str = bound.readings["to_scratch"].k_stored.descale
-        self.k_descale = "scalar" if self.appends and kind == "head" else kind
-        self.v_block_factors = has_v_factors(
-            plan.v_format, appends=self.appends, k_in_pages=config.k_in_pages
-        )
+
+    @cached_property
+    def matrix_type(self) -> Any:
+        """Dtype of K in the workspace: a 16-bit type, or the FP8 type of the matrix unit."""
+        fp8 = self.config.fp8
+        return TRITON_TYPES[self.key_type] if fp8 is None else getattr(tl, triton_fp8(fp8))
+
+    @cached_property
+    def k_descale(self) -> str:
+        """How attention over the scratch takes K's descale; an append's block factors include a head's."""
+        kind: str = self.bound.readings["to_scratch"].k_stored.descale
+        return "scalar" if self.appends and kind == "head" else kind
+
+    @cached_property
+    def v_block_factors(self) -> bool:
+        """Whether blocks of widened V have factors."""
+        return has_v_factors(self.plan.v_format, appends=self.appends, k_in_pages=self.config.k_in_pages)
 
     def one_launch(self) -> Route:
         """The cache is read in its pages."""

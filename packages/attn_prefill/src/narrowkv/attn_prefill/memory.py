@@ -83,8 +83,7 @@ class MemorySizes:
                 found["k_block_factor"] = blocks, torch.float32
             if has_v_factors(self.v_format, appends=self.appends, k_in_pages=config.k_in_pages):
                 found["v_block_factor"] = blocks, torch.float32
-            tiles = max(shape.row_tiles(config.block_m if self.exact else 16), 1)
-            found["schedule"] = (tiles, 8), torch.int32
+            found["schedule"] = (max(shape.row_tiles(self._least_rows), 1), 8), torch.int32
         rows = self._partial_rows()
         if rows:
             found["acc"] = (rows * power_of_two(shape.v_dim),), torch.float32
@@ -105,7 +104,7 @@ class MemorySizes:
             if config.kernel == "split":
                 tiles = shape.row_tiles(config.block_m, config.q_lens[1])
                 return {"arrived": tiles * shape.num_kv_heads}
-            tiles = 2 * shape.row_tiles(config.block_m if self.exact else 16) * shape.num_kv_heads
+            tiles = 2 * shape.row_tiles(self._least_rows) * shape.num_kv_heads
             most = 2 * partial_programs(self.target, 2)
             found["arrived"] = tiles if self.exact or self.num_splits else min(tiles, most)
         return found
@@ -148,6 +147,11 @@ class MemorySizes:
     def arguments(self) -> dict[str, int]:
         """What a call that allocates its memory gives its launches besides `allocate`, by name."""
         return {"rows": self.rows} | {_place_of(name): at for name, at in self.offsets.items()}
+
+    @property
+    def _least_rows(self) -> int:
+        """The fewest rows that a tile of rows can have."""
+        return self.config.block_m if self.exact else 16
 
     def _partial_rows(self) -> int:
         """Rows of partial results."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from narrowkv.attn_prefill.launch import (
     CallTraits,
     Route,
     launches_of,
-    make_route,
+    make_routes,
     matrix_of,
     storing_constants,
 )
@@ -48,9 +48,6 @@ from narrowkv.runtime.launch import (
 )
 from narrowkv.runtime.operation import Operation, Prepared, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
-
-if TYPE_CHECKING:
-    pass
 
 _LOG2E = math.log2(math.e)
 _NOTHING: dict[str, Any] = {}
@@ -145,8 +142,7 @@ class PrefillPlan(PrefillSettings):
         found: dict[int, BoundLaunch] = {}
         for config, shape in self.configs_of_calls():
             if config.kernel != "decode":
-                for part in (*config.short_queries, config):
-                    route = make_route(self, shape, part, cache, bound, traits)
+                for route in make_routes(self, shape, config, cache, bound, traits):
                     found |= {id(launch): launch for launch in route.kernels}
         return tuple(found.values())
 
@@ -346,8 +342,7 @@ class PrefillPlan(PrefillSettings):
         decodes = config.kernel == "decode"
         classes = []
         if shape.num_tokens and not decodes:
-            for part in (*config.short_queries, config):
-                route = make_route(self, shape, part, given.cache, bound, traits)
+            for route in make_routes(self, shape, config, given.cache, bound, traits):
                 sizes = route.memory.arguments if isinstance(route.memory, MemorySizes) else {}
                 launches = self._launches(route, bound, table, turn, given, checked)
                 classes.append(route._replace(launches=launches, sizes=route.sizes | sizes))
@@ -356,7 +351,7 @@ class PrefillPlan(PrefillSettings):
             classes=tuple(classes),
             decodes=decodes and shape.num_tokens > 0,
             q_as_bytes=not self.appends and self.config.fp8 not in (None, self.k_format),
-            has_options=any((traits.lse, traits.sinks, traits.q_descale, traits.shifts, traits.o_scale)),
+            has_options=traits.has_options,
             starts_as_is=given.cu_seqlens_q.is_contiguous(),
             out=((*given.q.shape[:2], self.shape.v_dim), checked.out_dtype),
             lse=(given.q.shape[:2], torch.float32),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.runtime.errors import has_memory
+from narrowkv.runtime.errors import byte_span, has_memory
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS, ROPE_DIM
 
@@ -105,11 +105,7 @@ class BoundRows(NamedTuple):
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of the first byte of a tensor and of the byte after its last; (0, 0) if it is empty."""
-    if tensor.numel() == 0 or not has_memory(tensor):
-        return 0, 0
-    start = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    return byte_span(tensor) if tensor.numel() and has_memory(tensor) else (0, 0)
 
 
 def begins_aligned(tensor: torch.Tensor) -> bool:

@@ -179,7 +179,8 @@ class PreparedCall:
     __slots__ = ("_fill", "_is_known", "_names", "_shared", "_steps", "run")
 
     def __init__(self, names: Sequence[str], steps: Sequence[KernelLaunch | Clear]) -> None:
-        self._names, self._shared = tuple(names), Names()
+        self._names = tuple(names)
+        self._shared: Names = ()
         self._steps, self._is_known = tuple(steps), False
         self._fill: Callable[..., Any] | None = None
         self.run: Callable[..., None] = self._launch

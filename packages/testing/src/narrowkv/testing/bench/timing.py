@@ -1,4 +1,4 @@
-"""Device time of a call, a graph replayed with a cold L2; and the ceilings that it is compared with.
+"""Times calls on a GPU by replaying graphs with a cold L2, and measures the ceilings to compare them with.
 
 Each sample first reads a buffer larger than any L2. Afterwards L2 holds neither the call's data nor modified
 lines, whose write-back would be counted as time of the call; a flush that writes would leave such lines. Two

@@ -341,7 +341,7 @@ class SparseFamily(TunedFamily[int, sparse.SparseChoice]):
 
 
 class SageFamily(TunedFamily[tuple[int, bool], sage.SageChoice]):
-    """Sage attention of one sequence with int8 Q and K; the time includes their quantisation.
+    """Sage attention of one sequence; Q and K are quantised to int8 within the measured time.
 
     A shape is its tokens, and whether it is causal.
     """

@@ -38,7 +38,8 @@ class HopperCall(NamedTuple):
     STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two. HEADROOM: how
     far below one the largest lies when the reference of the logits is updated.
     SCORE_REGISTERS, GATHER_REGISTERS: registers of a thread, in the kernel for few heads.
-    PAGES: `PagedForm` if a page table names the rows; the prefix is then the only source.
+    PAGES: `PagedForm` if rows are found by a page table, None if by index lists. With a page table there is
+    no EXTEND source.
     HEAD_DIM: columns of Q and K; only the kernel for few heads takes more than 512.
     """
 
