@@ -222,8 +222,11 @@ class IndexedLatentLayer(LatentLayer):
 
 def latent_layer(module: torch.nn.Module) -> LatentLayer | None:
     """The layer that took the latents of a module's attention call; None where a `NarrowCache` did not."""
-    layer, _handover.layer = _handover.layer, None
-    if layer is None or layer.pending is None or getattr(module, "layer_idx", None) != layer.layer_idx:
+    layer = _handover.layer
+    if layer is None:  # and nothing is written: torch.compile guards what it found
+        return None
+    _handover.layer = None
+    if layer.pending is None or getattr(module, "layer_idx", None) != layer.layer_idx:
         return None
     return layer if hasattr(module, "kv_b_proj") else None
 

@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from transformers.masking_utils import causal_mask_function
 
 # The functions that transformers composes its masks of, and that attention by rules and lengths expresses.
-_CAUSAL = "causal_mask_function"
-_SERVED = {_CAUSAL, "and_masks.<locals>.and_mask", "sliding_window_overlay.<locals>.inner_mask"}
+_SERVED = {
+    "causal_mask_function",
+    "and_masks.<locals>.and_mask",
+    "sliding_window_overlay.<locals>.inner_mask",
+}
 
 
 class Tokens(NamedTuple):
@@ -113,7 +117,7 @@ def _check_rule(
                 'use attn_implementation="sdpa" for this model or this input'
             )
         return None
-    if window is None and mask_function.__qualname__ == _CAUSAL:
+    if window is None and mask_function is causal_mask_function:
         return None
     device = options["device"]
     rows = torch.arange(batch, device=device)[:, None, None, None]
