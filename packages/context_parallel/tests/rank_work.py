@@ -209,6 +209,29 @@ def faults() -> list[str]:
     ]
 
 
+def overlaps() -> list[str]:
+    """What a first and a later decode are told of results that lie over queries, sinks or each other."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    q, shard, plan = plan_case(CASES[0], rank, world)
+    q, heads = q.contiguous(), q.shape[1]
+    memory = torch.zeros(q.shape[0] * heads)  # of an lse, with sinks in its first row
+    lse, sinks = memory.view(q.shape[0], heads), memory[:heads]
+    out = torch.empty_like(q)
+
+    def step(**results: Any) -> str:
+        return _told(lambda: cp_paged_decode(q, shard.cache, shard.table, plan=plan, **results))
+
+    wrong: tuple[dict[str, Any], ...] = (
+        {"out": q}, {"out": out, "lse": out.view(-1).view(torch.float32)[: lse.numel()].view(lse.shape)},
+        {"lse": lse, "sinks": sinks},
+    )  # fmt: skip
+    first = [step(**results) for results in wrong]
+    apart: tuple[dict[str, Any], ...] = (
+        {"out": out}, {"out": out, "lse": lse}, {"lse": lse, "sinks": sinks.clone()}
+    )  # fmt: skip
+    return [*first, *(step(**results) for results in apart), *(step(**results) for results in wrong)]
+
+
 def _told(work: Callable[[], object]) -> str:
     try:
         work()

@@ -28,6 +28,11 @@ MISMATCHES = (
     "head_groups must divide",
     "layout must be for rank",
 )
+OVERLAPS = (
+    "out must not share memory with q",
+    "out must not share memory with lse",
+    "lse must not share memory with sinks",
+)
 
 
 def test_a_world_of_one_needs_no_group() -> None:
@@ -81,6 +86,15 @@ def test_ranks_equal_one_gpu(
             assert failed == f"ValueError: {refused}something of rank 0"
             message = "number must be the same on every rank of the group: rank 0 has 0, rank 1 has 1"
             assert differs.startswith(f"ValueError: {message}")
+
+
+def test_results_overlap_nothing_that_a_rank_reads() -> None:
+    """In a first call, which is checked whole, and in a later one, of which only addresses are."""
+    for told in run_ranks(rank_work.overlaps, 2, timeout_s=60):
+        first, apart, later = (told[begin : begin + len(OVERLAPS)] for begin in range(0, len(told), 3))
+        assert apart == ["nothing"] * len(OVERLAPS)
+        for match, *messages in zip(OVERLAPS, first, later, strict=True):
+            assert all(match in message for message in messages), messages
 
 
 @pytest.mark.slow
