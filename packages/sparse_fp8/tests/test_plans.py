@@ -53,6 +53,25 @@ def test_splits_of_any_call_fit_the_workspace(heads: int, target: str) -> None:
             assert splits * tokens * heads <= room
 
 
+def test_a_later_call_writes_over_no_quantised_query() -> None:
+    """A call is checked once; where its tensors lie is looked at in each."""
+    inputs = W(q="fp8", mode="fused", extend_lens=None).inputs("cpu")
+    q, prefix, heads = inputs.q, inputs.prefix, inputs.case.num_qo_heads
+    out = torch.empty(prefix.num_tokens, heads, 512, dtype=torch.bfloat16)
+    storage = q.data.untyped_storage()
+    storage.resize_(max(storage.nbytes(), out.nbytes))
+    inside = torch.empty(0, dtype=out.dtype).set_(storage, 0, out.shape)
+    with executing(LaunchRecorder("gfx942")) as recorder:
+        plan = plan_sparse(
+            num_qo_heads=heads, query=q.bound.format, prefix=prefix.format, device="cpu", mode="fused"
+        )
+        plan.run(q, prefix, out=out)
+        recorder.clear()
+        with pytest.raises(ValueError, match=r"out must not share memory with q\.data"):
+            plan.run(q, prefix, out=inside)
+        assert not recorder.launches
+
+
 @pytest.mark.parametrize("layout", ["bf16", "packed584"])
 def test_nothing_is_compiled_for_the_number_of_rows(layout: str) -> None:
     """Nor of tokens, indices and splits, which Triton would make constants of or divide by 16."""

@@ -177,7 +177,7 @@ class SparsePlan(SparseSettings):
         except (AttributeError, TypeError):
             self._check(given)  # says which argument is of another class
             raise
-        if call is None or given.validate or isinstance(q, DSV4Rows):
+        if call is None or given.validate:
             self._check(given)
             call = call or self.calls.keep(signature, self._prepare(given))
         if self.writes_lse and not given.return_lse:
@@ -185,6 +185,8 @@ class SparsePlan(SparseSettings):
         spans = [] if prefix is None else [*prefix.byte_ranges]
         if extend is not None:
             spans += extend.byte_ranges
+        if isinstance(q, DSV4Rows):
+            spans += q.byte_ranges
         out, lse = self.results(call, given, spans)
         if call.launches is not None:
             scratch = _NOTHING
