@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,6 +208,55 @@ def faults() -> list[str]:
         _told(agree),
         _told(lambda: agree(number=rank)),
     ]
+
+
+def wrong_prefills() -> list[str]:
+    """What each rank is told where rank 0 alone passes something wrong, before any token is sent."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = ShardLayout(world, rank, PAGE)
+    shares = PrefillShares(layout, (8,), older=False)
+    tokens = shares.rows().numel()
+    q, k, v = (torch.zeros(tokens, heads, 64).bfloat16() for heads in (4, 2, 2))
+    cache = PagedKVCache.empty(4, PAGE, 2, 64, format="bf16")
+    table = PageTable.from_block_table(
+        torch.zeros(1, 4, dtype=torch.int32), cached_lens=torch.zeros(1, dtype=torch.int32),
+        page_size=PAGE * world,
+    )  # fmt: skip
+    inside = cache.k.flatten()[: q.numel()].view(q.shape)
+    wrong: tuple[dict[str, Any], ...] = (
+        {"out": q[:, :1]}, {"out": inside}, {"sinks": torch.zeros(5)}, {"window_left": -2},
+        {"logits_soft_cap": -1.0}, {"sm_scale": float("nan")},
+    )  # fmt: skip
+    prefill = partial(cp_prefill, q, k, v, cache, table, shares=shares, slot_mapping=torch.arange(8))
+    return [_told(partial(prefill, **({} if rank else given))) for given in wrong]
+
+
+def overlaps() -> list[str]:
+    """What a first and a later decode are told of results that lie over queries, sinks or each other."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    q, shard, plan = plan_case(CASES[0], rank, world)
+    q, heads = q.contiguous(), q.shape[1]
+    memory = torch.zeros(q.shape[0] * heads)  # of an lse, with sinks in its first row
+    lse, sinks = memory.view(q.shape[0], heads), memory[:heads]
+    out = torch.empty_like(q)
+
+    def step(**results: Any) -> str:
+        return _told(lambda: cp_paged_decode(q, shard.cache, shard.table, plan=plan, **results))
+
+    wrong: tuple[dict[str, Any], ...] = (
+        {"out": q}, {"out": out, "lse": out.view(-1).view(torch.float32)[: lse.numel()].view(lse.shape)},
+        {"lse": lse, "sinks": sinks},
+    )  # fmt: skip
+    first = [step(**results) for results in wrong]
+    apart: tuple[dict[str, Any], ...] = (
+        {"out": out}, {"out": out, "lse": lse}, {"lse": lse, "sinks": sinks.clone()}
+    )  # fmt: skip
+    return [*first, *(step(**results) for results in apart), *(step(**results) for results in wrong)]
+
+
+def refusals() -> tuple[list[str], list[str]]:
+    """Both of these in one set of processes."""
+    return overlaps(), wrong_prefills()
 
 
 def _told(work: Callable[[], object]) -> str:

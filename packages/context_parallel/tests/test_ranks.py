@@ -28,6 +28,15 @@ MISMATCHES = (
     "head_groups must divide",
     "layout must be for rank",
 )
+WRONG_PREFILLS = (
+    "out must have shape", "out must not share memory with cache.k", "sinks must have shape",
+    "window_left must be", "logits_soft_cap must be", "sm_scale must be finite",
+)  # fmt: skip
+OVERLAPS = (
+    "out must not share memory with q",
+    "out must not share memory with lse",
+    "lse must not share memory with sinks",
+)
 
 
 def test_a_world_of_one_needs_no_group() -> None:
@@ -81,6 +90,19 @@ def test_ranks_equal_one_gpu(
             assert failed == f"ValueError: {refused}something of rank 0"
             message = "number must be the same on every rank of the group: rank 0 has 0, rank 1 has 1"
             assert differs.startswith(f"ValueError: {message}")
+
+
+def test_what_ranks_refuse() -> None:
+    """Results over what a rank reads, in a first and in a later decode; prefills that one rank refuses."""
+    for rank, (overlaps, prefills) in enumerate(run_ranks(rank_work.refusals, 2, timeout_s=60)):
+        count = len(OVERLAPS)
+        first, apart, later = overlaps[:count], overlaps[count : 2 * count], overlaps[2 * count :]
+        assert apart == ["nothing"] * count
+        for match, *messages in zip(OVERLAPS, first, later, strict=True):
+            assert all(match in message for message in messages), messages
+        refused = "rank 0 of the group refused the call: " if rank else ""
+        for match, message in zip(WRONG_PREFILLS, prefills, strict=True):
+            assert message.startswith(f"ValueError: {refused}{match}")
 
 
 @pytest.mark.slow

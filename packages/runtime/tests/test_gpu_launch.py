@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import timeit
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -447,7 +448,7 @@ class Encoding:
 
             def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
                 return lambda *args, **kwargs: SimpleNamespace(
-                    run=run, function=17, packed_metadata=(4, 1, 0)
+                    run=run, function=17, packed_metadata=(4, 1, 0), src=SimpleNamespace(signature=signature)
                 )
 
         launch_by(GpuLaunch(Triton(), {}, LaunchOptions()), world, monkeypatch)
@@ -534,6 +535,48 @@ def test_tritons_own_launcher_gets_what_its_wrapper_passes(monkeypatch: pytest.M
     # With scratch memory the wrapper stays.
     run.__dict__["global_scratch_size"] = 8
     assert gpu.launcher_of(compiled, ()).__name__ == "whole"
+
+
+@pytest.mark.codegen_all
+def test_a_later_launch_passes_what_the_compiled_kernel_takes_and_no_constants(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tuples are flat, and what the kernel was specialised on is left out, but still looked at."""
+    launched: list[tuple[Any, ...]] = []
+    module = sys.modules[CudaLauncher.__module__]
+    monkeypatch.setattr(module, "annotate_arguments", lambda types: [f"kernel's {each}" for each in types])
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(), raising=False)
+    signature = {
+        "x_ptr": "*fp32", "rows": ("*fp32", "constexpr"), "count": "i32", "batch": "i32", "bias": "constexpr",
+        "scale": "fp32", "BLOCK": "constexpr", "FLAG": "constexpr",
+    }  # fmt: skip
+    run = cuda_launcher(lambda *given: launched.append(given), kernel_signature=b"12345")
+
+    class Triton(Kernel):
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            def launch(*args: Any, **kwargs: Any) -> Any:
+                self.compiled.append(args)
+                return SimpleNamespace(
+                    run=run, function=17, packed_metadata=(4, 1, 0), src=SimpleNamespace(signature=signature)
+                )
+
+            return launch
+
+    kernel = Triton()
+    launch_by(GpuLaunch(kernel, {"BLOCK": 64}, LaunchOptions()), world, monkeypatch)
+    x, y = torch.zeros(64), torch.zeros(64)
+    args = (Arg("x"), Rows(Arg("y"), Arg("stride")), Arg("count"), 5, None, 0.5)
+    bound = BoundLaunch(kernel, {"BLOCK": 64}, LaunchOptions())
+    call = PreparedCall(("x", "y", "stride", "count"), [KernelLaunch(bound, (5, 1, 1), args)])
+    for _ in range(3):
+        call.run(x, y, 1, 48)
+    *_, annotations, types, passed = launched[-1]
+    assert passed == (x.data_ptr(), y.data_ptr(), 48, 5, 0.5)
+    assert annotations == ["kernel's i32"] * 5
+    assert types == b"12345"
+    assert len(kernel.compiled) == 1
+    call.run(x, y, 2, 48)
+    assert len(kernel.compiled) == 2, "a stride of 1 is a constant of the kernel, another is not"
 
 
 def test_a_part_lies_bytes_from_the_beginning_of_its_block_whatever_the_blocks_dtype() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowkv.runtime.targets import TARGETS
+from narrowkv.runtime.launch import run_as
 from narrowkv.sage import SageShape, plan_sage, sage_attention, sage_attention_reference
 from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.sage import SageCase
@@ -17,9 +17,10 @@ BOUND_16_BITS = 0.004
 
 
 @pytest.fixture
-def hopper(monkeypatch):
+def hopper():
     """Calls are planned for Hopper, whose times are known."""
-    monkeypatch.setattr("narrowkv.sage.api.active_target", lambda device: TARGETS["sm90"])
+    with run_as("sm90"):
+        yield
 
 
 def _shape(tokens, ragged=False):

@@ -166,6 +166,37 @@ def test_results_overlap_neither_quantised_keys_nor_each_other() -> None:
             plan.attend(Q, kv, **results)
 
 
+def _over(read: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one in the memory of one that is at least as large."""
+    return torch.empty(0, dtype=like.dtype, device=like.device).set_(
+        read.untyped_storage(), read.storage_offset() * read.itemsize // like.itemsize, like.shape
+    )
+
+
+@pytest.mark.parametrize("smooth_q", [False, True])
+@pytest.mark.parametrize("steps", ["attend", "run"])
+def test_results_of_a_later_call_overlap_nothing_that_is_read(steps: str, smooth_q: bool) -> None:
+    """Shapes and dtypes of a later call are not checked again; where its tensors lie is."""
+    lens = {"q_lens": (64,), "k_lens": (512,), "num_kv_heads": 2}  # K and V are larger than results
+    q, k, v, *_ = W(**lens).build()
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
+    with executing(LaunchRecorder("gfx942")) as recorder:
+        plan = plan_sage(q, k, smooth_q=smooth_q)
+        kv = plan.quantize_kv(k, v)
+        call = partial(plan.attend, q, kv) if steps == "attend" else partial(plan.run, q, k, v)
+        call(out=out, lse=lse)
+        recorder.clear()
+        read = {"q": q} | ({"k": kv.k, "v": kv.v} if steps == "attend" else {})
+        read |= {"K as it came": k} if smooth_q else {}
+        for name, tensor in read.items():
+            for results in ({"out": _over(tensor, out), "lse": lse}, {"out": out, "lse": _over(tensor, lse)}):
+                with pytest.raises(ValueError, match=f"must not share memory with {name}"):
+                    call(**results)
+        with pytest.raises(ValueError, match="out must not share memory with lse"):
+            call(out=out, lse=_over(out, lse))
+        assert not recorder.launches
+
+
 def test_plans_compare_and_copy() -> None:
     starts = torch.tensor([0, 150], dtype=I32)
     plan = plan_sage(Q[0], K[0], cu_seqlens_q=starts, cu_seqlens_k=starts)

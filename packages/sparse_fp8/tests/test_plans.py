@@ -27,7 +27,7 @@ from narrowkv.sparse_fp8.options import (
     SparseDecodeOptions,
     SparseFp8Options,
 )
-from narrowkv.testing.calls import LaunchRecorder, functions_entered
+from narrowkv.testing.calls import LaunchRecorder, TorchOperations, functions_entered
 from narrowkv.testing.cases.sparse import SparseCase, SparseInputs
 
 W = SparseCase.small
@@ -51,6 +51,25 @@ def test_splits_of_any_call_fit_the_workspace(heads: int, target: str) -> None:
             plan.run(torch.zeros(tokens, heads, 512).bfloat16(), source)
             splits = recorder.launches[0].grid[1] if len(recorder.launches) > 1 else 0
             assert splits * tokens * heads <= room
+
+
+def test_a_later_call_writes_over_no_quantised_query() -> None:
+    """A call is checked once; where its tensors lie is looked at in each."""
+    inputs = W(q="fp8", mode="fused", extend_lens=None).inputs("cpu")
+    q, prefix, heads = inputs.q, inputs.prefix, inputs.case.num_qo_heads
+    out = torch.empty(prefix.num_tokens, heads, 512, dtype=torch.bfloat16)
+    storage = q.data.untyped_storage()
+    storage.resize_(max(storage.nbytes(), out.nbytes))
+    inside = torch.empty(0, dtype=out.dtype).set_(storage, 0, out.shape)
+    with executing(LaunchRecorder("gfx942")) as recorder:
+        plan = plan_sparse(
+            num_qo_heads=heads, query=q.bound.format, prefix=prefix.format, device="cpu", mode="fused"
+        )
+        plan.run(q, prefix, out=out)
+        recorder.clear()
+        with pytest.raises(ValueError, match=r"out must not share memory with q\.data"):
+            plan.run(q, prefix, out=inside)
+        assert not recorder.launches
 
 
 @pytest.mark.parametrize("layout", ["bf16", "packed584"])
@@ -96,6 +115,26 @@ def test_calls_enter_few_python_functions(
         plan = _plan(inputs, max_num_tokens=6, max_indices=300, **options)
         assert len(functions_entered(lambda: plan.run(**given, out=out))) <= most
         assert len(functions_entered(lambda: unplanned(**given, return_lse=True, **options))) <= 75
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"), [("packed584", "prepass"), ("packed584", "fused"), ("bf16", "16bit")]
+)
+def test_a_call_without_a_workspace_allocates_one_block(layout: str, mode: str) -> None:
+    """Expanded rows, their places and partial results are parts of it."""
+    inputs = W(layout=layout, mode=mode).inputs("cpu")
+    out = torch.empty_like(inputs.q)
+    with executing(LaunchRecorder("gfx942")) as recorder:
+        plan = plan_sparse(
+            num_qo_heads=inputs.case.num_qo_heads, prefix=inputs.prefix.format, device="cpu", mode=mode,
+            num_splits=2,
+        )  # fmt: skip
+        plan.run(inputs.q, inputs.prefix, out=out)
+        recorder.clear()
+        with TorchOperations() as seen:
+            plan.run(inputs.q, inputs.prefix, out=out)
+    assert len(recorder.launches) == (3 if mode == "prepass" else 2), "the rows, attention, the merge"
+    assert seen.names.count("aten.empty.memory_format") == 1
 
 
 REFUSED: dict[str, tuple[str, Callable[[SparsePlan, SparseInputs], Any]]] = {

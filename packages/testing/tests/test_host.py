@@ -27,8 +27,8 @@ MOST_TIMES_ADD = {
     ("sparse_decode", True): 15.0,
     ("sparse_decode", False): 20.0,
     ("sage attend", True): 18.0,
-    ("sage_attention", True): 90.0,
-    ("sage_attention", False): 120.0,
+    ("sage_attention", True): 35.0,
+    ("sage_attention", False): 40.0,
 }
 
 

@@ -45,13 +45,11 @@ def check_chunk(given: Arguments, *, validate: bool | None) -> None:
     q, k_new, v_new, cache, rope = given.q, given.k_new, given.v_new, given.cache, given.rope
     if k_new is None or v_new is None:
         return
-    for name, new, head_dim in (("k_new", k_new, cache.head_dim), ("v_new", v_new, cache.v_head_dim)):
-        check_dtype(name, new, (q.dtype,))
-        check_shape(name, new, (q.shape[0], cache.num_kv_heads, head_dim))
-    check_same_device(q=q, k_new=k_new)
     # Of the cache's own tensors those of the transform alone are not written.
     inputs = {name: x for name, x in inputs_of(given).items() if not name.startswith("cache.")}
-    check_new_tokens(cache, k_new, v_new, rope, inputs, validate=validate)
+    check_new_tokens(
+        cache, k_new, v_new, rope, inputs, dtypes=(q.dtype,), tokens=q.shape[0], validate=validate
+    )
 
 
 def refuse_shared_memory(given: Arguments) -> None:

@@ -14,14 +14,27 @@ import torch.distributed as dist
 
 from narrowkv.attn_decode import merge_states, paged_decode
 from narrowkv.attn_prefill import batch_prefill
+from narrowkv.attn_prefill.checks import APPEND_DTYPES
 from narrowkv.context_parallel.exchange import ExchangeSizes, Partial
 from narrowkv.context_parallel.groups import Group, agreement, all_gather, check_layout, group_of
 from narrowkv.context_parallel.ring import gathered, passed_round
 from narrowkv.context_parallel.shares import PAGE, PrefillShares
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
-from narrowkv.paged_cache.checks import check_one_width
+from narrowkv.paged_cache.checks import check_new_tokens, check_one_width, check_stores, tensors_of
 from narrowkv.paged_cache.descales import static_scales
-from narrowkv.runtime.errors import check_choice, check_dtype, check_index_vector, check_instance, check_shape
+from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows
+from narrowkv.runtime.errors import (
+    check_choice,
+    check_dtype,
+    check_finite_float,
+    check_index_vector,
+    check_instance,
+    check_last_dim_contiguous,
+    check_no_grad,
+    check_same_device,
+    check_shape,
+)
+from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.scales import check_scales
 
 COMMS = ("all_gather", "ring")
@@ -79,7 +92,17 @@ def cp_prefill(
     """
     ranks = group_of(group)
     with agreement(ranks) as equal:
-        _check(q, k_new, v_new, cache, page_table, shares, slot_mapping, comm)
+        _check_tokens(q, k_new, v_new, cache, page_table, shares, slot_mapping)
+        check_choice("comm", comm, COMMS)
+        if sm_scale is not None:
+            check_finite_float("sm_scale", sm_scale)
+        check_soft_cap(logits_soft_cap)
+        check_windows(window_left)
+        read = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": sinks, **tensors_of(cache, page_table)}
+        target = active_target(q.device)
+        out_dtype = check_results(
+            q, out, None, sinks, None, None, read, head_dim=cache.head_dim, target=target
+        )
         check_layout(shares.layout.world, shares.layout.rank, ranks)
         equal |= {
             "new_lens": shares.new_lens, "interleave": shares.layout.interleave, "comm": comm,
@@ -103,24 +126,27 @@ def cp_prefill(
         _attend_older(q, cache, page_table, shares, ranks, window_left, states[world], lse[world], options)
     if not q.shape[0]:
         return torch.empty_like(q) if out is None else out
-    o, _ = merge_states(states, lse, sinks=sinks, out=out, out_dtype=None if out is not None else q.dtype)
+    o, _ = merge_states(states, lse, sinks=sinks, out=out, out_dtype=out_dtype)
     return o
 
 
-def _check(
+def _check_tokens(
     q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, cache: PagedKVCache,
-    page_table: PageTable, shares: PrefillShares, slot_mapping: torch.Tensor, comm: str,
+    page_table: PageTable, shares: PrefillShares, slot_mapping: torch.Tensor,
 ) -> None:  # fmt: skip
-    check_scales(static_scales(check_instance("cache", cache, PagedKVCache)))
+    """Refuses new tokens that are not this rank's share, or that its cache and the page table cannot take."""
+    check_stores(cache)
+    check_one_width(cache, "cp_prefill")
+    check_scales(static_scales(cache))
     check_instance("shares", shares, PrefillShares)
-    check_choice("comm", comm, COMMS)
-    check_dtype("q", q, (torch.bfloat16, torch.float16))
+    check_dtype("q", q, APPEND_DTYPES)
     tokens = sum(a + b for a, b in shares.lens(shares.layout.rank))
     check_shape("q", q, (tokens, "num_qo_heads", cache.head_dim))
-    check_one_width(cache, "cp_prefill")
-    for name, new in (("k_new", k_new), ("v_new", v_new)):
-        check_dtype(name, new, q.dtype)
-        check_shape(name, new, (tokens, cache.num_kv_heads, cache.head_dim))
+    check_last_dim_contiguous("q", q)
+    check_no_grad(q=q)
+    check_same_device(k=cache.k, q=q)
+    read = {"q": q, "slot_mapping": slot_mapping}
+    check_new_tokens(cache, k_new, v_new, None, read, dtypes=(q.dtype,), tokens=tokens, validate=None)
     check_index_vector("slot_mapping", slot_mapping, sum(shares.new_lens))
     check_instance("page_table", page_table, PageTable)
     if not page_table.before_append or page_table.batch_size != len(shares.new_lens):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -164,6 +164,8 @@ def check_new_tokens(
     rope: Rope | None,
     read: Mapping[str, object],
     *,
+    dtypes: Collection[torch.dtype] = FLOATS,
+    tokens: int | None = None,
     validate: bool | None,
 ) -> None:
     """Refuses new tokens that cannot be stored in the cache, before anything is written.
@@ -172,21 +174,23 @@ def check_new_tokens(
         cache: one that `check_stores` has found to be appended to.
         k_new, v_new, rope: as for `append`.
         read: what else the call reads, by the names of messages; what is no tensor is skipped.
+        dtypes, tokens: what the new tokens must have; None takes the number of tokens of `k_new`.
         validate: whether to look at the values of positions too, which waits for the device.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     for name, new, head_dim in (("k_new", k_new, cache.head_dim), ("v_new", v_new, cache.v_head_dim)):
-        check_dtype(name, new, FLOATS)
+        check_dtype(name, new, dtypes)
         if new.dim() != 3 or new.shape[1:] != (cache.num_kv_heads, head_dim):
             hint = layout_hint(cache, num_kv_heads=new.shape[1]) if new.dim() == 3 else ""
             raise ValueError(
                 f"{name} must have shape [tokens, {cache.num_kv_heads}, {head_dim}] for this cache, "
                 f"got {list(new.shape)}{hint}"
             )
+        tokens = k_new.shape[0] if tokens is None else tokens
+        check_shape(name, new, (tokens, cache.num_kv_heads, head_dim))
         check_last_dim_contiguous(name, new)
-    check_shape("v_new", v_new, (k_new.shape[0], cache.num_kv_heads, cache.v_head_dim))
     check_same_device(k=cache.k, k_new=k_new, v_new=v_new)
     check_no_grad(k=cache.k, v=cache.v, k_new=k_new, v_new=v_new)
     inputs: dict[str, object] = {"k_new": k_new, "v_new": v_new}

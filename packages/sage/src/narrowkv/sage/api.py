@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrowkv.runtime.errors import check_choice, check_finite_float, check_tensor
-from narrowkv.runtime.launch import active_target
+from narrowkv.runtime.launch import active_target, executor
 from narrowkv.runtime.launch.tracing import traceable
-from narrowkv.runtime.operation import Bounded, signature_of
+from narrowkv.runtime.operation import Bounded, Prepared, signature_of
 from narrowkv.sage.checks import LAYOUTS, check_block_sizes, check_sage_shape, sage_shape, windows_of
 from narrowkv.sage.operation import PLAN, SAGE, SagePlan, make_plan, with_tuned_config
-from narrowkv.sage.options import IN_PLAN, SageArguments
+from narrowkv.sage.options import IN_SIGNATURE, OF_TENSORS, SageArguments
 from narrowkv.sage.shapes import SageShape
 from narrowkv.sage.sixteen_bit import BACKENDS
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 QK_DTYPES = ("int8", "int4", "fp8")
-# Plans of calls that were not planned.
-_plans: Bounded[SagePlan] = Bounded(1024)
+# Of calls that were not planned.
+_calls: Bounded[tuple[SagePlan, Prepared | None]] = Bounded(1024)
 _DEFAULT_BLOCK_SIZES = (128, 128)
 
 
@@ -62,19 +62,27 @@ def sage_attention(
     """
     if not options.keys() <= SAGE.keywords:
         SAGE.check_keywords(options)
-    given = SageArguments(q, k, v, **options)
-    target = active_target(q.device).name if isinstance(q, torch.Tensor) else None
-    signature = signature_of(target, *given[:IN_PLAN])
-    plan = _plans.find(signature)
-    if plan is None:
-        planned = given._replace(block_sizes=block_sizes_of(given.block_mask, given.block_sizes))
-        plan = _plans.keep(signature, _plan(q, k, planned, None))
-    if given.backend != "sage" and check_choice("backend", given.backend, BACKENDS) == "auto":
-        one_dtype = q.dtype == k.dtype == check_tensor("v", v).dtype
+    given, running = SageArguments(q, k, v, **options), executor()
+    target = None if running is None else running.target.name
+    signature = target, signature_of(*given[:OF_TENSORS]), given[OF_TENSORS:IN_SIGNATURE]
+    found = _calls.find(signature)
+    if found is None:
+        found = _calls.keep(signature, _plan_and_call(given))
+    plan, call = found
+    return plan.attend_in_16_bits(q, k, v, given.out) if call is None else plan.launch(call, given)
+
+
+def _plan_and_call(given: SageArguments) -> tuple[SagePlan, Prepared | None]:
+    """The plan of calls like this one, and its prepared call; None where torch's attention serves them."""
+    q, k = given.q, given.k
+    sizes = block_sizes_of(given.block_mask, given.block_sizes)
+    plan = _plan(q, k, given._replace(block_sizes=sizes), None)
+    if check_choice("backend", given.backend, BACKENDS) == "auto":
+        one_dtype = q.dtype == k.dtype == check_tensor("v", given.v).dtype
         lse = given.return_lse or given.lse is not None
         if not plan.why_quantised(lse=lse, one_dtype=one_dtype):
-            return plan.attend_in_16_bits(q, k, v, given.out)
-    return plan.call(given, signature)
+            return plan, None
+    return plan, plan.prepare(given)
 
 
 def block_sizes_of(block_mask: object, sizes: tuple[int, int] | None) -> tuple[int, int] | None:

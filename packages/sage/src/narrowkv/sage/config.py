@@ -1,9 +1,10 @@
-"""Launch configuration of Sage attention: a typed function of target and shape, never searched for."""
+"""Launch configuration of Sage attention: rows of data with their evidence, never searched for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from narrowkv.runtime.choices import ConfigRow, choice_for
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import TRITON
@@ -60,6 +61,66 @@ class SageConfig:
     tuned: str = ""
 
 
+_CDNA = SageConfig(
+    128, 64, _OCP, KeyOrder(gather=2, lanes=2, width=4), two_level=False,
+    options=LaunchOptions(num_warps=4, num_stages=1, waves_per_eu=2, matrix_instr_nonkdim=32), ahead=True,
+)  # fmt: skip
+_GFX942 = replace(_CDNA, xcd_rows=8)
+_GFX950 = replace(_GFX942, key_order=KeyOrder(gather=4, lanes=2, width=4), reread_q=True)
+# Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless, and
+# costs nothing, as the rescaling of what was summed before is then one multiply-add.
+_NVIDIA = SageConfig(
+    64, 128, _OCP, KeyOrder(gather=2, lanes=4, width=2), two_level=True,
+    options=LaunchOptions(num_warps=4, num_stages=2, maxnreg=168),
+)  # fmt: skip
+
+
+def _two_stages(config: SageConfig, attributes: str | None = None) -> SageConfig:
+    return replace(config, options=replace(config.options, num_stages=2, llvm_fn_attrs=attributes))
+
+
+# Facts: target, amd, native_fp8 (it multiplies FP8), scaled (it multiplies scaled operands, as gfx950 does),
+# pipelines (Triton 3.9), qk_dtype, smooth_q, window.
+# On CDNA one wave has 32 rows of a tile. Compiled (`narrowkv inspect sage`): 128 keys a tile spill at two
+# waves a SIMD; 64 rows a tile read four times as much LDS for each row.
+# Model (`narrowkv inspect model --family "Sage, int8"`), the loop's TOP/s plain, with keys loaded a tile
+# ahead, and with two stages as well: the figures of "ahead" in rows of gfx942 and gfx950.
+_ROWS = (
+    ConfigRow({"amd": True, "native_fp8": False},
+        replace(_CDNA, options=replace(_CDNA.options, waves_per_eu=1), ahead=False),
+        "int8 products, and FP8 widened. With keys loaded ahead, or at two waves a SIMD, FP8 spills 69 "
+        "vector and 645 scalar registers"),
+    ConfigRow({"target": "gfx942", "pipelines": True, "smooth_q": False},
+        _two_stages(_GFX942, _ITERATIVE_ILP),
+        "gfx942, ahead: int8 783, 916, 960 (iterative-ilp 987), FP8 703, 974, 1018 (1027); two stages "
+        "spill with smoothed queries, and under Triton 3.8 put 45 to 77 scalars of causal calls into "
+        "lanes, outside the hot loop; without keys ahead they halve the rate by LDS bank conflicts"),
+    ConfigRow({"target": "gfx942"}, _GFX942,
+        "The keys' order saves 14 of 207 vector instructions of a tile. Model (`python "
+        "tools/xcd_figures.py`): all heads together, in runs of 8 tiles, give XCDs equal work; in groups "
+        "of `programs_together` causal calls over 8k tokens take 1.2 to 1.4 times as long"),
+    ConfigRow(
+        {"scaled": True, "pipelines": True, "smooth_q": False, "qk_dtype": "int8", "window": False},
+        _two_stages(_GFX950),
+        "gfx950, ahead: int8 1356, 1419, 1556 (iterative-ilp 1480), FP8 1024, 1587, 1470; two stages spill"
+        " with smoothed queries, beside windows and with int4; under Triton 3.8 some calls"),
+    ConfigRow({"scaled": True}, _GFX950,
+        "The keys' order saves 4 of 203 vector instructions of a tile: the f8f6f4 operand has 16 "
+        "neighbours a lane. The compiler takes Q apart into bytes for the second loop's 32-byte operand "
+        "and holds them through the first one: 64 registers of a lane, and spills with smoothed FP8 "
+        "queries"),
+    ConfigRow({"target": "cpu"}, replace(_NVIDIA, block_m=128),
+        "In the interpreter the time depends on the number of tiles, not of rows"),
+    ConfigRow({"target": "sm90"}, replace(_NVIDIA, tma=True),
+        "H100, b2 h32 d128 16k, attention alone over the bf16 floor, no mask and causal: 64 x 128 tiles by"
+        " descriptor at 168 registers, which lets three programs share a multiprocessor, 0.88 and 0.91; "
+        "two programs and 3 stages 0.97 and 1.02; 64 x 64 tiles 1.02 and 1.04; by pointer 64 x 128 1.03 "
+        "and 1.02, 128 x 128 with 8 warps 1.24 and 1.26. 4k causal on an H200: head by head 383 us, 800 "
+        "programs together 362"),
+    ConfigRow({}, _NVIDIA),
+)  # fmt: skip
+
+
 def choose_config(
     target: Target, qk_dtype: str = "int8", *, smooth_q: bool = False, window: bool = False, k_block: int = 0
 ) -> SageConfig:
@@ -74,51 +135,13 @@ def choose_config(
         window: whether keys far before a query are masked.
         k_block: keys of a block of the block mask, 0 without one.
     """
-    config = _config(target, qk_dtype, smooth_q=smooth_q, window=window)
+    chosen = choice_for(_ROWS, {
+        "target": target.name, "amd": target.is_amd, "native_fp8": target.native_fp8 is not None,
+        "scaled": target.has_scaled_mfma, "pipelines": TRITON >= (3, 9), "qk_dtype": qk_dtype,
+        "smooth_q": smooth_q, "window": window,
+    })  # fmt: skip
+    xcd_rows = chosen.xcd_rows if target.xcds > 1 else 0
+    config = replace(chosen, fp8=target.native_fp8 or _OCP, xcd_rows=xcd_rows)
     # Beside smoothed queries, lists of 128-key tiles spill 8 to 40 bytes on Hopper, those of 64 keys none.
     narrow = k_block > 0 and smooth_q and target.name == "sm90"
     return replace(config, block_n=64) if k_block % config.block_n or narrow else config
-
-
-def _config(target: Target, qk_dtype: str, *, smooth_q: bool, window: bool) -> SageConfig:
-    fp8 = target.native_fp8 or _OCP
-    if target.is_amd:
-        # One wave has 32 rows of a tile. Compiled (`narrowkv inspect sage`): 128 keys a tile spill at two
-        # waves a SIMD; 64 rows a tile read four times as much LDS for each row. The keys' order saves 14 of
-        # 207 vector instructions of a tile on gfx942, 4 of 203 on gfx950, whose f8f6f4 operand has 16
-        # neighbours a lane.
-        order = KeyOrder(gather=4 if target.has_scaled_mfma else 2, lanes=2, width=4)
-        options = LaunchOptions(num_warps=4, num_stages=1, waves_per_eu=2, matrix_instr_nonkdim=32)
-        # Model (`narrowkv inspect model --family "Sage, int8"`), the loop's TOP/s plain, with keys loaded a
-        # tile ahead, and with two stages as well. gfx942: int8 783, 916, 960 (iterative-ilp 987), FP8 703,
-        # 974, 1018 (1027). gfx950: int8 1356, 1419, 1556 (1480), FP8 1024, 1587, 1470. Two stages spill with
-        # smoothed queries, and on gfx950 beside windows and with int4; under Triton 3.8 some calls on gfx950,
-        # and causal ones on gfx942 put 45 to 77 scalars into lanes, outside the hot loop; without keys ahead
-        # they halve gfx942's rate by LDS bank conflicts.
-        if target.native_fp8 is None:
-            # gfx90a: int8 products, and FP8 widened. With keys loaded ahead, or at two waves a SIMD, FP8
-            # spills 69 vector and 645 scalar registers.
-            options = replace(options, waves_per_eu=1)
-            return SageConfig(128, 64, fp8, order, two_level=False, options=options, reread_q=False)
-        gfx942 = target.name == "gfx942"
-        if TRITON >= (3, 9) and not smooth_q and (gfx942 or (qk_dtype == "int8" and not window)):
-            options = replace(options, num_stages=2, llvm_fn_attrs=_ITERATIVE_ILP if gfx942 else None)
-        # The compiler takes Q apart into bytes for the second loop's 32-byte operand and holds them through
-        # the first one: 64 registers of a lane, and spills with smoothed FP8 queries.
-        # Model (`python tools/xcd_figures.py`): all heads together, in runs of 8 tiles, give XCDs equal work;
-        # in groups of `programs_together` causal calls over 8k tokens take 1.2 to 1.4 times as long.
-        return SageConfig(
-            128, 64, fp8, order, two_level=False, options=options, reread_q=target.has_scaled_mfma,
-            ahead=True, xcd_rows=8 if target.xcds > 1 else 0,
-        )  # fmt: skip
-    # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless,
-    # and costs nothing, as the rescaling of what was summed before is then one multiply-add.
-    # H100, b2 h32 d128 16k, attention alone over the bf16 floor, no mask and causal: 64 x 128 tiles by
-    # descriptor at 168 registers, which lets three programs share a multiprocessor, 0.88 and 0.91; two
-    # programs and 3 stages 0.97 and 1.02; 64 x 64 tiles 1.02 and 1.04; by pointer 64 x 128 1.03 and 1.02, 128
-    # x 128 with 8 warps 1.24 and 1.26. 4k causal on an H200: head by head 383 us, 800 programs together 362.
-    options = LaunchOptions(num_warps=4, num_stages=2, maxnreg=168)
-    # In the interpreter the time depends on the number of tiles, not of rows.
-    block_m = 128 if target.name == "cpu" else 64
-    order = KeyOrder(gather=2, lanes=4, width=2)
-    return SageConfig(block_m, 128, fp8, order, two_level=True, options=options, tma=target.name == "sm90")

@@ -23,8 +23,10 @@ from narrowkv.runtime.errors import (
 from narrowkv.runtime.launch import Arg, BoundLaunch, PreparedCall
 from narrowkv.runtime.launch.workspace import Block
 from narrowkv.runtime.operation import (
+    SCRATCH,
     Operation,
     Prepared,
+    Spans,
     signature_of,
     spans_of_arguments,
 )
@@ -55,6 +57,12 @@ PLAN = Operation("plan_sage", SagePlanOptions, SageArguments, "plan_sage")
 ATTEND = Operation("attend", SageAttendOptions, SageArguments, "plan_sage")
 _RESULTS = SageArguments._fields.index("out")
 RUN = Operation("run", SageRunOptions, SageArguments, "plan_sage")
+# Of a call and of `quantize_kv`, in the order in which their launches take them.
+_VALUES = (
+    "q", "k", "v", "out", "lse", "q_starts", "k_starts", SCRATCH, "block_mask", "k_desc", "v_desc",
+)  # fmt: skip
+_KEY_VALUES = ("k", "v", "k_starts", SCRATCH)
+_NOTHING: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -142,7 +150,7 @@ class SagePlan(launches.SageSettings):
             made[name] = empty(shape, dtype=dtype, device=device)
         k_starts = None if starts is None else _contiguous(starts)
         scratch = self.scratch_block(call)
-        call.launches.run({"k": k, "v": v, "k_starts": k_starts, "scratch": scratch}, made)
+        call.launches.run(k, v, k_starts, scratch, made)
         return QuantizedKV(
             launches.as_stored(made["k_codes"], self.qk_format), made["k_descale"], made.get("k_mean"),
             launches.as_stored(made["v_codes"], self.config.fp8), made["v_descale"], size,
@@ -186,47 +194,43 @@ class SagePlan(launches.SageSettings):
             RUN.check_keywords(options)
         return self.call(SageArguments(q, k, v, **options))
 
-    def call(self, given: SageArguments, signature: Any = None) -> Result:
-        """A call by this plan: `attend` if there is `kv`, else `run`.
-
-        Args:
-            given: its arguments; the keywords of a plan are not read.
-            signature: what the metadata of the tensors is known by, if the caller has it.
-        """
+    def call(self, given: SageArguments) -> Result:
+        """A call by this plan: `attend` if there is `kv`, else `run`; keywords of a plan are not read."""
         kv = given.kv
         if self.cu_seqlens_q is not None:
             given = self._with_starts(given)
-        if signature is None:
-            if kv is None:
-                signature = signature_of("run", *given[:IN_CALL])
-            else:
-                kind = getattr(kv, "kind", None)
-                signature = signature_of(given.q, given.cu_seqlens_q, *given[_RESULTS:IN_CALL], kind)
+        if kv is None:
+            signature = signature_of("run", *given[:IN_CALL])
+        else:
+            kind = getattr(kv, "kind", None)
+            signature = signature_of(given.q, given.cu_seqlens_q, *given[_RESULTS:IN_CALL], kind)
         call = self.calls.find(signature)
         if call is None:
-            call = self.calls.keep(signature, self._prepare(given))
-        q, q_starts, k_starts = given.q, given.cu_seqlens_q, given.cu_seqlens_k
+            call = self.calls.keep(signature, self.prepare(given))
+        return self.launch(call, given)
+
+    def launch(self, call: Prepared, given: SageArguments) -> Result:
+        """A call that was prepared for arguments with the same metadata."""
+        q, kv, q_starts, k_starts = given.q, given.kv, given.cu_seqlens_q, given.cu_seqlens_k
+        k: torch.Tensor | None = given.k
         if given.validate:
             check_starts("cu_seqlens_q", q_starts, q.shape[0])
-            check_starts("cu_seqlens_k", k_starts, 0 if given.k is None else given.k.shape[0])
-        starts = None if q_starts is None else _contiguous(q_starts)
-        scratch = self.scratch_block(call) if call.scratch_bytes else None
-        if kv is None:
-            out, lse = self.results(call, given)
-            call.launches.run({
-                "q": q, "k": given.k, "v": given.v, "out": out, "lse": lse, "q_starts": starts,
-                "k_starts": None if k_starts is None else _contiguous(k_starts), "scratch": scratch,
-                "block_mask": given.block_mask,
-            })  # fmt: skip
-        else:
-            given_result = given.out is not None or given.lse is not None
-            out, lse = self.results(call, given, kv.spans if given_result else ())
-            described = self.config.tma and kv.k.numel()
-            k_desc, v_desc = kv.descriptors(self.config.block_n) if described else (None, None)
-            call.launches.run({
-                "q": q, "out": out, "lse": lse, "q_starts": starts, "scratch": scratch,
-                "block_mask": given.block_mask, "k_desc": k_desc, "v_desc": v_desc,
-            }, kv.arguments)  # fmt: skip
+            check_starts("cu_seqlens_k", k_starts, 0 if k is None else k.shape[0])
+        read: Spans = ()
+        stored, k_desc, v_desc = _NOTHING, None, None
+        if kv is not None:
+            k, stored = kv.k_source, kv.arguments
+            if given.out is not None or given.lse is not None:
+                read = kv.spans
+            if self.config.tma and kv.k.numel():
+                k_desc, v_desc = kv.descriptors(self.config.block_n)
+        out, lse = self.results(call, given, read)
+        if call.launches is not None:
+            call.launches.run(
+                q, k, given.v, out, lse, None if q_starts is None else _contiguous(q_starts),
+                None if k_starts is None else _contiguous(k_starts), self.scratch_block(call),
+                given.block_mask, k_desc, v_desc, stored,
+            )  # fmt: skip
         return (out, lse) if given.return_lse and lse is not None else out
 
     def _with_starts(self, given: SageArguments) -> SageArguments:
@@ -298,9 +302,9 @@ class SagePlan(launches.SageSettings):
         blocks = launches.blocks_of_keys(self, size)
         memory |= {name: Arg(name) for name in blocks}
         steps = launches.quantise_keys(self, size, k, v, memory)
-        return Prepared(launches=PreparedCall((), steps), scratch_bytes=scratch_bytes), size, blocks
+        return Prepared(launches=PreparedCall(_KEY_VALUES, steps), scratch_bytes=scratch_bytes), size, blocks
 
-    def _prepare(self, given: SageArguments) -> Prepared:
+    def prepare(self, given: SageArguments) -> Prepared:
         """The launches of a call, once it is checked."""
         q, kv, starts, options = given.q, given.kv, given.cu_seqlens_q, self.options
         k: Any = given.k
@@ -339,7 +343,7 @@ class SagePlan(launches.SageSettings):
         steps += launches.quantise_queries(self, size, viewed, k, memory, lse=writes_lse)
         steps.append(launches.attend(self, size, self._viewed(out), lse, memory, mask))
         return Prepared(
-            launches=PreparedCall((), steps if q.numel() else []),
+            launches=PreparedCall(_VALUES, steps) if q.numel() else None,
             out=(q.shape, q.dtype),
             lse=(q.shape[:-1], torch.float32),
             scratch_bytes=scratch_bytes if q.numel() else 0,

@@ -130,8 +130,8 @@ class SageArguments(NamedTuple):
     smooth_q: bool = False
     sm_scale: float | None = None
     block_sizes: tuple[int, int] | None = None
-    # From here on: what prepared calls do not depend on.
     backend: str = "sage"
+    # From here on: what prepared calls do not depend on.
     validate: bool = False
     kv: QuantizedKV | None = None
 
@@ -143,3 +143,5 @@ class SageArguments(NamedTuple):
 
 IN_CALL = SageArguments._fields.index("qk_dtype")  # what a plan's calls are prepared for comes before it
 IN_PLAN = SageArguments._fields.index("backend")  # what plans are made for comes before it
+OF_TENSORS = SageArguments._fields.index("return_lse")  # tensors come before it
+IN_SIGNATURE = SageArguments._fields.index("validate")  # what calls depend on comes before it

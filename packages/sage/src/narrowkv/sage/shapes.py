@@ -99,10 +99,10 @@ class QuantizedKV:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """The tensors by the names that launches know them by; None for those that are absent."""
+        """The quantised tensors by the names that launches know them by; None for those that are absent."""
         return {
             "k_codes": self.k, "k_descale": self.k_descale, "k_mean": self.k_mean, "v_codes": self.v,
-            "v_descale": self.v_descale, "k_bounds": self.bounds, "k": self.k_source,
+            "v_descale": self.v_descale, "k_bounds": self.bounds,
         }  # fmt: skip
 
     @cached_property

@@ -103,42 +103,18 @@ class SparseSettings(Plan):
         if self.max_num_tokens is not None and tokens > self.max_num_tokens:
             raise ValueError(f"q must have at most {self.max_num_tokens} tokens as planned, got {tokens}")
         if isinstance(q, torch.Tensor):
-            if (
-                q.dtype is not self.query_dtype
-                or self.query.format
-                or q.shape != (tokens, self.num_qo_heads, self.head_dim)
-                or q.stride(2) != 1
-                or q.device != self.device
-            ):
-                self._refuse_query(q, tokens)
+            self._check_query(q, tokens)
         else:
             self._check_quantized_query(q, tokens)
-        if (attn_sink is None) == self.has_sink or (
-            attn_sink is not None
-            and (
-                type(attn_sink) is not torch.Tensor
-                or attn_sink.dtype is not torch.float32
-                or attn_sink.shape != (self.num_sinks,)
-                or attn_sink.stride(0) != 1
-                or attn_sink.device != self.device
-            )
-        ):
-            self._refuse_sink(attn_sink)
-        if torch.is_grad_enabled() and (
-            (isinstance(q, torch.Tensor) and q.requires_grad)
-            or (attn_sink is not None and attn_sink.requires_grad)
-            or (prefix is not None and prefix.requires_grad)
-            or (extend is not None and extend.requires_grad)
-        ):
-            for name, x in (
-                ("q", q),
-                ("attn_sink", attn_sink),
-                ("prefix.rows", prefix and prefix.rows),
-                ("extend.rows", extend and extend.rows),
-            ):
-                # Quantised rows and queries never do.
-                if isinstance(x, torch.Tensor) and x.requires_grad:
-                    check_no_grad(**{name: x})
+        if (attn_sink is None) == self.has_sink:
+            wanted = "a tensor: the plan has a sink" if self.has_sink else "None: the plan has no sink"
+            raise ValueError(f"attn_sink must be {wanted}")
+        check_sinks(
+            attn_sink, self.num_sinks, self.device, name="attn_sink", dtypes=(torch.float32,), like="plan"
+        )
+        read = {"q": q, "prefix.rows": prefix and prefix.rows, "extend.rows": extend and extend.rows}
+        # Quantised rows and queries never require gradients.
+        check_no_grad(**{name: x for name, x in read.items() if isinstance(x, torch.Tensor)})
         return tokens
 
     def _check_quantized_query(self, q: DSV4Rows, tokens: int) -> None:
@@ -156,7 +132,7 @@ class SparseSettings(Plan):
                 f"got {q.num_rows}"
             )
 
-    def _refuse_query(self, q: torch.Tensor, tokens: int) -> None:
+    def _check_query(self, q: torch.Tensor, tokens: int) -> None:
         if self.query.is_quantized:
             raise TypeError("q must be DSV4Rows as planned, got a torch.Tensor")
         check_dtype("q", q, self.query.dtype)
@@ -175,14 +151,6 @@ class SparseSettings(Plan):
                 f"got {given.num_tokens + 1}"
             )
         raise ValueError(f"{name}.rows must be stored as planned, {planned}, got {given.format}")
-
-    def _refuse_sink(self, attn_sink: torch.Tensor | None) -> None:
-        if attn_sink is None or not self.has_sink:
-            wanted = "a tensor: the plan has a sink" if self.has_sink else "None: the plan has no sink"
-            raise ValueError(f"attn_sink must be {wanted}")
-        check_sinks(
-            attn_sink, self.num_sinks, self.device, name="attn_sink", dtypes=(torch.float32,), like="plan"
-        )
 
     def check_out(self, out: torch.Tensor, tokens: int) -> None:
         """Refuses an output of the wrong kind.

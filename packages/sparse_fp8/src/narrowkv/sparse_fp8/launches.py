@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from narrowkv.runtime.launch import (
     launch_by_name,
     named,
 )
+from narrowkv.runtime.operation import SCRATCH
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import NO_CSR, NO_ROWS, RowsFormat, widened_format
 from narrowkv.sparse_fp8.checks import SparseSettings
@@ -225,7 +227,7 @@ class SparseLayout(NamedTuple):
 
 def prepare(
     plan: SparseSettings, config: SparseConfig, layout: SparseLayout,
-    memory: dict[str, torch.Tensor], given: SparseArguments,
+    memory: Mapping[str, Any], given: SparseArguments,
 ) -> PreparedCall:  # fmt: skip
     """The launches of calls with this layout.
 
@@ -233,7 +235,7 @@ def prepare(
         plan: of the calls.
         config: of the attention kernel.
         layout: what the launches depend on.
-        memory: scratch that is not among the values, by name.
+        memory: scratch by name: tensors, or parts of a block that each call allocates.
         given: such a call.
     """
     q = given.q
@@ -252,7 +254,7 @@ def prepare(
                 gathered = csr if expands == "named" else None
                 steps.append(_expand(plan, side, source.format, rows, gathered, memory))
                 rows = _expanded_rows(plan, side, memory)
-                csr = csr if gathered is None else csr._replace(indices=_scratch(memory, f"{side}_places"))
+                csr = csr if gathered is None else csr._replace(indices=memory[f"{side}_places"])
         sources |= {side: rows, f"{side}_csr": csr}
         sources[f"{side}_rows"] = 0 if source is None else Arg(f"{side}_rows")
         sources[f"{side}_nnz"] = 0 if source is None else Arg(f"{side}_nnz")
@@ -269,7 +271,7 @@ def prepare(
         Arg("out"), Arg("lse") if plan.writes_lse else None, Arg("sink") if plan.has_sink else None,
         layout.stride_ot, layout.stride_oh, layout.stride_lt, layout.stride_lh,
     )  # fmt: skip
-    partials = Partials(*(_scratch(memory, name) if layout.split else None for name in ("acc", "m", "l")))
+    partials = Partials(*(memory[name] if layout.split else None for name in ("acc", "m", "l")))
     prefix_far, extend_far = (side is not None and side[1] for side in (layout.prefix, layout.extend))
     far = (prefix_far, extend_far, layout.query[1])
     kernel = attention_kernel(plan, config, layout.split, far)
@@ -285,27 +287,22 @@ def prepare(
     if layout.split:
         merged = {name: arguments[name] for name in ("out", "partials", "num_tokens", "num_splits")}
         steps.append(launch_by_name(merge_kernel(plan), (Arg("merged_rows"),), **merged))
-    return PreparedCall(("q_nope", "out", "lse", "sink"), steps)
-
-
-def _scratch(memory: dict[str, torch.Tensor], name: str) -> Any:
-    return memory.get(name, Arg(name))
+    return PreparedCall(("q_nope", "out", "lse", "sink", SCRATCH), steps)
 
 
 def _expand(
     plan: SparseSettings, side: str, stored_as: RowsFormat, rows: RowPointers, gathered: Csr | None,
-    memory: dict[str, torch.Tensor],
+    memory: Mapping[str, Any],
 ) -> KernelLaunch:  # fmt: skip
     """Expands FP8 rows to 16 bits: the first ones, or those that the index lists `gathered` name."""
     gather = gathered is not None
     return launch_by_name(
         expansion_kernel(plan, stored_as, gather=gather), (Arg(f"{side}_blocks"),),
-        out_ptr=_scratch(memory, f"{side}_expanded"),
-        places_ptr=_scratch(memory, f"{side}_places") if gather else None, rows=rows,
-        csr=gathered if gather else NO_CSR, num_rows=Arg(f"{side}_stored_rows"),
+        out_ptr=memory[f"{side}_expanded"], places_ptr=memory[f"{side}_places"] if gather else None,
+        rows=rows, csr=gathered if gather else NO_CSR, num_rows=Arg(f"{side}_stored_rows"),
         num_out=Arg(f"{side}_rows"),
     )  # fmt: skip
 
 
-def _expanded_rows(plan: SparseSettings, side: str, memory: dict[str, torch.Tensor]) -> RowPointers:
-    return RowPointers(_scratch(memory, f"{side}_expanded"), None, None, plan.head_dim, 0, 0, 0, 0)
+def _expanded_rows(plan: SparseSettings, side: str, memory: Mapping[str, Any]) -> RowPointers:
+    return RowPointers(memory[f"{side}_expanded"], None, None, plan.head_dim, 0, 0, 0, 0)

@@ -11,7 +11,7 @@ import torch
 from narrowkv.paged_cache.rope import metadata_of
 from narrowkv.runtime.checks import refuse_overlap
 from narrowkv.runtime.errors import check_keywords, span_bytes
-from narrowkv.runtime.launch import BoundLaunch, named_values
+from narrowkv.runtime.launch import Arg, BoundLaunch, Part, named_values
 from narrowkv.runtime.launch.workspace import Block
 from narrowkv.runtime.operation import Prepared
 from narrowkv.sparse_fp8.binding import INT32_MAX, begins_aligned
@@ -55,14 +55,13 @@ class PreparedSparse(Prepared):
     """A checked call.
 
     Attributes:
-        sizes: grids and sizes, as values of its launches.
-        allocated: scratch that a call without a workspace allocates, by name.
+        sizes: grids, sizes and places of scratch in the block that a call without a workspace allocates, as
+            values of its launches.
 
     The other attributes are those of `Prepared`.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
-    allocated: dict[str, Block] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -177,7 +176,7 @@ class SparsePlan(SparseSettings):
         except (AttributeError, TypeError):
             self._check(given)  # says which argument is of another class
             raise
-        if call is None or given.validate or isinstance(q, DSV4Rows):
+        if call is None or given.validate:
             self._check(given)
             call = call or self.calls.keep(signature, self._prepare(given))
         if self.writes_lse and not given.return_lse:
@@ -185,20 +184,16 @@ class SparsePlan(SparseSettings):
         spans = [] if prefix is None else [*prefix.byte_ranges]
         if extend is not None:
             spans += extend.byte_ranges
+        if isinstance(q, DSV4Rows):
+            spans += q.byte_ranges
         out, lse = self.results(call, given, spans)
         if call.launches is not None:
-            scratch = _NOTHING
-            if call.allocated:
-                scratch = {
-                    name: torch.empty(shape, dtype=dtype, device=self.device)
-                    for name, (shape, dtype) in call.allocated.items()
-                }
             call.launches.run(
-                q, out, lse, attn_sink,
+                q, out, lse, attn_sink, self.scratch_block(call),
                 _NOTHING if prefix is None else prefix.arguments["prefix"],
                 _NOTHING if extend is None else extend.arguments["extend"],
                 named_values("q", q.bound.pointers) if isinstance(q, DSV4Rows) else _NOTHING,
-                scratch, call.sizes,
+                call.sizes,
             )  # fmt: skip
         return out if lse is None else (out, lse)
 
@@ -305,12 +300,16 @@ class SparsePlan(SparseSettings):
             config.family, splits > 1, query, layouts[0], layouts[1], out.dtype, stride_t, stride_h,
             stride_lt, stride_lh,
         )  # fmt: skip
+        memory, scratch_bytes = self.scratch(allocated)
+        parts = {name: part for name, part in memory.items() if isinstance(part, Part)}
+        sizes |= {f"{name}_at": part.offset for name, part in parts.items()}
         launches = self._layouts.get(layout)
         if launches is None:
-            made = prepare(self, config, layout, self._scratch, given)
-            launches = self._layouts.keep(layout, made)
-        allocated = {name: block for name, block in allocated.items() if name not in self._scratch}
-        return PreparedSparse(launches=launches, sizes=sizes, allocated=allocated, **results)
+            # Launches are shared by calls of other sizes, whose parts begin elsewhere.
+            for name, part in parts.items():
+                memory[name] = Part(part.block, Arg(f"{name}_at"), part.dtype)
+            launches = self._layouts.keep(layout, prepare(self, config, layout, memory, given))
+        return PreparedSparse(launches=launches, sizes=sizes, scratch_bytes=scratch_bytes, **results)
 
     def refuse_overlap(self, given: SparseArguments) -> None:
         """Refuses results that lie over each other or an input, naming both."""

@@ -30,7 +30,7 @@ from narrowkv.runtime.errors import (
     check_tensor,
     has_memory,
 )
-from narrowkv.sparse_fp8.binding import BoundRows, bind_quantized_rows
+from narrowkv.sparse_fp8.binding import BoundRows, bind_quantized_rows, byte_range
 from narrowkv.sparse_fp8.layouts import FORMATS, LAYOUTS, PAGED_LAYOUTS, ROPE_DIM, RowLayout
 from narrowkv.sparse_fp8.packing import (
     dequantize_values,
@@ -381,6 +381,11 @@ class DSV4Rows:
             format=self.format,
             negative_zero_free=self.negative_zero_free,
         )
+
+    @cached_property
+    def byte_ranges(self) -> tuple[tuple[int, int], ...]:
+        """For each tensor, the addresses of its first byte and of the byte after its last."""
+        return tuple(byte_range(tensor) for tensor in self.bound.tensors.values())
 
     def bytes_per_row(self) -> int:
         """Bytes that attention reads of a row, scales included."""

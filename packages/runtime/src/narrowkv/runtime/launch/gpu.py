@@ -9,13 +9,14 @@ kernel that Triton returned for the first of them.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from narrowkv.runtime.launch.descriptors import Encode, encoder_of
+from narrowkv.runtime.launch.descriptors import Encode, encoder_of, is_descriptor
 from narrowkv.runtime.launch.kernel_cache import explained_cache_errors
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.written import Specialisation, written
@@ -121,7 +122,21 @@ def _needs_wrapper(run: Any) -> bool:
     return scratch != [0, 0] or getattr(run, "gsan_enabled", False) or not hasattr(run, "launch")
 
 
-def launcher_of(compiled: Any, tail: tuple[Any, ...], launch: Any = None) -> Launcher:
+def flat_annotations(run: Any) -> Any:
+    """What tells Triton's launcher that it is given the arguments of the compiled kernel, and no others.
+
+    Triton's annotations have it flatten tuples, and drop constants and what a kernel was specialised on, in
+    every launch. None for a launcher that takes no annotations.
+    """
+    annotate = getattr(sys.modules[type(run).__module__], "annotate_arguments", None)
+    if annotate is None or not hasattr(run, "arg_annotations") or not hasattr(run, "kernel_signature"):
+        return None
+    return annotate(["i32"] * len(run.kernel_signature))
+
+
+def launcher_of(
+    compiled: Any, tail: tuple[Any, ...], launch: Any = None, annotations: Any = None
+) -> Launcher:
     """Launches a compiled kernel without the Python function that Triton wraps around its launcher.
 
     That function looks after scratch memory and profilers on every call. For a kernel without scratch memory
@@ -131,6 +146,7 @@ def launcher_of(compiled: Any, tail: tuple[Any, ...], launch: Any = None) -> Lau
         compiled: what Triton's compiler returned; it stays loaded as long as the result lives.
         tail: the constants that follow the arguments.
         launch: the launcher; None takes the kernel's own.
+        annotations: of `flat_annotations`, for a function that takes the compiled kernel's arguments alone.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
@@ -148,12 +164,17 @@ def launcher_of(compiled: Any, tail: tuple[Any, ...], launch: Any = None) -> Lau
     words: list[str] = []
     for index, value in enumerate(calls[0]):
         if isinstance(value, tuple) and value and value[0] is argument:
-            words.append("(*args, *tail)")
+            words.append("(*args, *tail)" if annotations is None else "args")
+        elif annotations is not None and value is run.arg_annotations:
+            scope["annotations"] = annotations
+            words.append("annotations")
         elif any(value is mark for mark in marks):
             words.append(("x", "y", "z", "stream", "*args")[[value is mark for mark in marks].index(True)])
         else:
             scope[f"c{index}"] = value
             words.append(f"c{index}")
+    if annotations is not None and "annotations" not in words:
+        raise RuntimeError(f"{type(run).__name__} passes no annotations on: Triton {triton.__version__}")
     body = [f"launch({', '.join(words)})"]
     return written("call", ("x", "y", "z", "stream", "args"), body, scope)  # type: ignore[no-any-return]
 
@@ -165,6 +186,11 @@ class _Entry(NamedTuple):
     launcher: Launcher
     compiled: Any
     tail: tuple[Any, ...]
+
+
+Relaunch = tuple[Launcher, Encode | None, tuple[Any, ...] | None]
+"""A launcher; where it takes encoded tensor descriptors, the function that encodes them; and where it takes
+the compiled kernel's arguments alone, Triton's types of all, nested as they are: "constexpr" for others."""
 
 
 class GpuLaunch:
@@ -195,25 +221,24 @@ class GpuLaunch:
         entry.launcher(x, y, z, current_stream(entry.device), packed)
         return True
 
-    def launcher(self, args: tuple[Any, ...]) -> tuple[Launcher, Encode | None] | None:
-        """The launcher of the specialisation that these arguments need, if it was launched before.
-
-        Returns:
-            The launcher, and where it takes encoded tensor descriptors, the function that encodes them.
-        """
+    def launcher(self, args: tuple[Any, ...]) -> Relaunch | None:
+        """What launches the specialisation that these arguments need, if it was launched before."""
         if not self._variants:
             return None
         read, entries = self._variants[-1]
         entry = entries.get(read(args)[0]) if self._serves(read, args) else None
         if entry is None:
             return None
-        encoding = (
-            None if _needs_wrapper(entry.compiled.run) else encoder_of(entry.compiled, entry.tail, args)
-        )
-        if encoding is None:
-            return entry.launcher, None
-        launch, encode = encoding
-        return launcher_of(entry.compiled, entry.tail, launch), encode
+        compiled, tail = entry.compiled, entry.tail
+        if _needs_wrapper(compiled.run):
+            return entry.launcher, None, None
+        encoding = encoder_of(compiled, tail, args)
+        annotations = flat_annotations(compiled.run)
+        if encoding is None and any(map(is_descriptor, args)):
+            annotations = None  # Triton's launcher looks for descriptors among all arguments
+        launch, encode = encoding or (None, None)
+        types = None if annotations is None else tuple(compiled.src.signature.values())[: len(args)]
+        return launcher_of(compiled, tail, launch, annotations), encode, types
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], device: torch.device) -> None:
         """Launches on `device`, which is the current one; tensors must have memory, or no elements."""

@@ -245,7 +245,7 @@ def _write_call(
     shared: Names,
     steps: Sequence[KernelLaunch | Clear],
     values: Mapping[str, Any],
-    launchers: Sequence[tuple[gpu.Launcher, Encode | None]],
+    launchers: Sequence[gpu.Relaunch],
     fallback: Callable[..., None],
 ) -> Callable[..., None]:
     """Writes the function that launches with values that specialise like these.
@@ -253,8 +253,7 @@ def _write_call(
     Args:
         names, steps: as for `PreparedCall`; shared: names of the values in dictionaries.
         values: of the first call, by name.
-        launchers: for each launch, what launches it with addresses in place of tensors and, if there is one,
-            the function that encodes all of its descriptors.
+        launchers: of each launch; they take addresses for tensors.
         fallback: is called with values that specialise differently.
     """
     writer, remaining = _Writer(values), iter(launchers)
@@ -320,14 +319,17 @@ class _Writer:
             return value.name
         return repr(value) if type(value) is int else self.constant(value)
 
-    def launch(self, step: KernelLaunch, launcher: gpu.Launcher, encode: Encode | None) -> None:
-        """Writes the launch of one kernel; `encode` is None if Triton encodes its descriptors."""
+    def launch(
+        self, step: KernelLaunch, launcher: gpu.Launcher, encode: Encode | None, types: tuple[Any, ...] | None
+    ) -> None:
+        """Writes the launch of one kernel, given its `Relaunch`."""
         packed = keys = ""
         described: list[Any] = []
-        for value, param in zip(step.args, step.bound.kernel.params, strict=False):
+        types = types or (None,) * len(step.args)
+        for value, kind, param in zip(step.args, types, step.bound.kernel.params, strict=False):
             by_value, by_alignment = not param.do_not_specialize, not param.do_not_specialize_on_alignment
             if encode is None or not self.is_described(value):
-                packed += f"{self.pack(value, by_value, by_alignment)}, "
+                packed += self.packed(value, kind, by_value, by_alignment)
                 continue
             packed += f"*_encoded[{len(described)}], "
             described.append(value)
@@ -352,6 +354,16 @@ class _Writer:
         """Whether an argument is a tensor descriptor in the first call."""
         now = value.of(self.values) if isinstance(value, Arg) else value
         return isinstance(now, Described) or is_descriptor(now)
+
+    def packed(self, value: Any, kind: Any, by_value: bool = True, by_alignment: bool = True) -> str:
+        """An argument as a launcher takes it, of a type of the compiled kernel: flat, without constants.
+
+        Where `kind` is None the launcher is Triton's own, which takes the argument whole.
+        """
+        if kind is not None and isinstance(value, tuple):
+            return "".join(self.packed(part, each) for part, each in zip(value, kind, strict=True))
+        whole = self.pack(value, by_value, by_alignment)
+        return "" if kind == "constexpr" else f"{whole}, "
 
     def pack(self, value: Any, by_value: bool = True, by_alignment: bool = True) -> str:
         """The expression of an argument as a launcher takes it; see `Specialisation.pack`."""
