@@ -341,7 +341,7 @@ class DecodePlan(Plan):
                 f"batch, max_seq_len and tokens_per_split make {programs} programs, and a launch has at most "
                 f"{_MAX_GRID}: plan for a smaller batch or larger splits"
             )
-        counters = batch * shape.num_kv_heads * row_blocks if config.split != "none" else 0
+        counters = programs if config.split != "none" else 0
         if not attend.constexprs["RULES"].can_merge:
             counters = 0
         elif not config.merge_in_launch:

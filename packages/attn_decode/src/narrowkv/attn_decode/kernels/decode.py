@@ -42,7 +42,9 @@ from narrowkv.runtime.attention.handover import begin_next_launch
 from narrowkv.runtime.attention.masks import SeenKeys
 from narrowkv.runtime.attention.results import (
     is_last_program,
+    merge_group,
     merge_partial_results,
+    splits_of_group,
     store_partial_result,
 )
 from narrowkv.runtime.attention.softmax import SoftCap, multiply_values
@@ -256,12 +258,21 @@ def _paged_decode_kernel(
             else:
                 if merge == 0:
                     return
-                if not is_last_program(workspace, seq * HEAD_PROGRAMS + head_program, num_splits, ""):
+                UNROLL: tl.constexpr = 4 if BLOCKS.m < 32 else 1
+                first_slot = first_item * HEAD_PROGRAMS + head_program
+                size = splits_of_group(num_splits)
+                if size > 1:
+                    if not merge_group(
+                        workspace, acc, m, l, first_slot, HEAD_PROGRAMS, split, size, num_splits, row_mask,
+                        BLOCKS.m, BLOCKS.d, UNROLL,
+                    ):  # fmt: skip
+                        return
+                parts = tl.cdiv(num_splits, size)
+                if not is_last_program(workspace, first_slot + HEAD_PROGRAMS, parts, ""):
                     return
-                first_slot = first_item.to(tl.int64) * HEAD_PROGRAMS + head_program
                 acc, m, l = merge_partial_results(
-                    workspace, acc, m, l, first_slot, HEAD_PROGRAMS, num_splits, row_mask,
-                    BLOCKS.m, BLOCKS.d, 4 if BLOCKS.m < 64 else 1,
+                    workspace, acc, m, l, first_slot, size * HEAD_PROGRAMS, parts, row_mask,
+                    BLOCKS.m, BLOCKS.d, UNROLL,
                 )  # fmt: skip
     write_rows(
         io.o, io.o_scale, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,

@@ -92,6 +92,44 @@ def merge_splits(workspace, acc, m, l, counter, split, num_splits, step, row_mas
     return last, acc, m, l
 
 
+# More splits than these are merged in groups.
+_UNGROUPED = tl.constexpr(8)
+
+
+@triton.jit
+def splits_of_group(num_splits):
+    """Splits that are merged before groups of them are, about the square root of their number; 1: no groups."""
+    size = tl.where(num_splits <= 64, 8, tl.where(num_splits <= 256, 16, 32))
+    return tl.where(num_splits <= _UNGROUPED, 1, size)
+
+
+@triton.jit
+def merge_group(workspace, acc, m, l, first_slot, step, split, size, num_splits, row_mask,
+                BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """Counts this program, and merges the group of `size` splits into its first slot if all have arrived.
+
+    One program that merged all splits of a long sequence would end long after all others.
+
+    Args:
+        acc, m, l: any state, as for `merge_partial_results`.
+        first_slot, step: the sequence's splits have the slots first_slot, first_slot + step, ..., and their
+            groups the arrival counters of their first slots.
+
+    Returns:
+        Whether this program merged a group.
+    """
+    begin = split // size * size
+    slot, parts = first_slot + begin * step, tl.minimum(num_splits - begin, size)
+    last = is_last_program(workspace, slot, parts, "")
+    if last:
+        acc, m, l = merge_partial_results(
+            workspace, acc, m, l, slot, step, parts, row_mask, BLOCK_M, BLOCK_D, UNROLL
+        )
+        tl.debug_barrier()  # all threads have read what the slot held
+        store_partial_result(workspace, slot.to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+    return last
+
+
 @triton.jit
 def output_rows(sinks_ptr, acc, m, l, out_scale, heads, row_mask, HAS_SINKS: tl.constexpr):
     """Rows of O: acc / (l + sink), times `out_scale`."""
