@@ -92,42 +92,52 @@ def merge_splits(workspace, acc, m, l, counter, split, num_splits, step, row_mas
     return last, acc, m, l
 
 
-# More splits than these are merged in groups.
-_UNGROUPED = tl.constexpr(8)
-
-
 @triton.jit
 def splits_of_group(num_splits):
     """Splits that are merged before groups of them are, about the square root of their number; 1: no groups."""
     size = tl.where(num_splits <= 64, 8, tl.where(num_splits <= 256, 16, 32))
-    return tl.where(num_splits <= _UNGROUPED, 1, size)
+    return tl.where(num_splits <= 8, 1, size)
 
 
 @triton.jit
-def merge_group(workspace, acc, m, l, first_slot, step, split, size, num_splits, row_mask,
-                BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """Counts this program, and merges the group of `size` splits into its first slot if all have arrived.
+def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, merge, row_mask,
+                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Counts a program that has stored its split's state; for the last one of a tile, what is left to merge.
 
-    One program that merged all splits of a long sequence would end long after all others.
+    The last program of each group of many splits merges the group into the slot of its first split: one
+    program that merged all splits of a long sequence would end long after all others. Tiles of 64 rows and
+    more have few splits, and no registers for this.
 
     Args:
         acc, m, l: any state, as for `merge_partial_results`.
-        first_slot, step: the sequence's splits have the slots first_slot, first_slot + step, ..., and their
-            groups the arrival counters of their first slots.
+        first_slot, step: the splits have the slots first_slot, first_slot + step, ... and the arrival
+            counters of the same numbers: a group that of its first split, the tile that of the second split.
+        merge: 0 if another launch merges.
 
     Returns:
-        Whether this program merged a group.
+        For the last program how many splits, and slots, each state to merge stands for; else 0.
     """
-    begin = split // size * size
-    slot, parts = first_slot + begin * step, tl.minimum(num_splits - begin, size)
-    last = is_last_program(workspace, slot, parts, "")
-    if last:
-        acc, m, l = merge_partial_results(
-            workspace, acc, m, l, slot, step, parts, row_mask, BLOCK_M, BLOCK_D, UNROLL
-        )
-        tl.debug_barrier()  # all threads have read what the slot held
-        store_partial_result(workspace, slot.to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
-    return last
+    size = num_splits * 0 + 1
+    if BLOCK_M < 64:
+        size = splits_of_group(num_splits)
+    if merge == 0:
+        size = 0
+    if BLOCK_M < 64:
+        if size > 1:
+            begin = split // size * size
+            slot, parts = first_slot + begin * step, tl.minimum(num_splits - begin, size)
+            if is_last_program(workspace, slot, parts, ""):
+                acc, m, l = merge_partial_results(
+                    workspace, acc, m, l, slot, step, parts, row_mask, BLOCK_M, BLOCK_D, 1
+                )
+                tl.debug_barrier()  # all threads have read what the slot held
+                store_partial_result(workspace, slot.to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+            else:
+                size = 0
+    if size > 0:
+        if not is_last_program(workspace, first_slot + step, tl.cdiv(num_splits, size), ""):
+            size = 0
+    return size
 
 
 @triton.jit
