@@ -211,7 +211,7 @@ LARGE_ROWS = (
         "The sequences fill the chip one and a half to two times without a split. H200, 64 keys of two warps "
         "and 32 of one: 96/8 heads, B256 ctx512 81.0 and 89.0 us, ctx1024 147 and 165, 32/8 heads 79.4 and "
         "87.5, 146 and 159; but 96/8 heads, ctx512, B192 60.5 and 57.2, B320 102 and 96.9"),
-    ConfigRow(_ONE_TOKEN_OF_FP8, DecodeTile(32, _options(1, 3, 168), 12),
+    ConfigRow({**_ONE_TOKEN_OF_FP8, "ratio": range(13)}, DecodeTile(32, _options(1, 3, 168), 12),
         f"{_BY_REGISTERS}. H200, 96/8 heads, with 8 programs a multiprocessor and with 12: B64 ctx8192 page 16 "
         "278 and 267 us, page 1 281 and 268; 64 lognormal lengths 232 and 211, 128 of them 480 and 435; 127 "
         "short sequences and one of 131072 keys 188 and 171"),
