@@ -125,8 +125,8 @@ def fits_lanes(shape: DecodeShape, config: DecodeConfig, reading: Reading) -> bo
     return True
 
 
-# Of `_tall_decode_kernel`, which has sixteen warps in all.
-TALL_OPTIONS = LaunchOptions(num_warps=4, num_stages=1, maxnreg=128)
+# Of `_tall_decode_kernel`, which has twelve warps in all.
+TALL_OPTIONS = LaunchOptions(num_warps=4, num_stages=1, maxnreg=168)
 
 
 def is_tall(target: Target, shape: DecodeShape, config: DecodeConfig, bound: BoundCache, rules: Rules) -> bool:

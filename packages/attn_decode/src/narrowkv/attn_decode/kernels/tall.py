@@ -1,4 +1,4 @@
-"""Decode of 65 to 128 rows over E4M3 on Hopper: two warpgroups attend, two others widen K and V for both.
+"""Decode of 65 to 128 rows over E4M3 on Hopper: two warpgroups attend, a third widens K and V for both.
 
 Each attending warpgroup has 64 rows. It issues the scores of the next key tile, then P @ V of the current
 one, and computes the next softmax while the matrix unit works: the overlap of FlashAttention-3 (Shah et al.,
@@ -38,8 +38,6 @@ splits_to_merge = in_gluon(results.splits_to_merge)
 store_partial_result = in_gluon(results.store_partial_result)
 softmax_step = in_gluon(softmax.softmax_step)
 
-# Key tiles of 128 in 16 bits, and as stored. Registers of a thread that attends, and of one that widens.
-STAGES, NARROW_STAGES, REGISTERS = 2, 2, (200, 56)
 _HALF = gl.constexpr(64)  # rows of a warpgroup
 
 
@@ -50,6 +48,18 @@ class Ring(NamedTuple):
     tiles: Any
     filled: Any
     emptied: Any
+
+
+class Output(NamedTuple):
+    """Results, as in `Rows`."""
+
+    o: Any
+    lse: Any
+    sinks: Any
+    o_token: Any
+    o_head: Any
+    lse_token: Any
+    o_scale: Any
 
 
 class Task(NamedTuple):
@@ -75,9 +85,9 @@ def _product_layout(columns):
 
 
 @gluon.constexpr_function
-def _line_layout(elements):
-    """How a warpgroup holds rows of 128 channels, of which a thread has `elements` adjacent ones."""
-    return gl.BlockedLayout([1, elements], [elements // 4, 128 // elements], [4, 1], [1, 0])
+def _line_layout(elements, warps):
+    """How warps hold rows of 128 channels, of which a thread has `elements` adjacent ones."""
+    return gl.BlockedLayout([1, elements], [elements // 4, 128 // elements], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -99,67 +109,93 @@ def _make_ring(BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NARROW_STAGES: gl.co
 
 
 @gluon.jit
-def _copy_tile(kv, table, page_ids, keys, last, kv_head, target, SIZES: gl.constexpr, RULES: gl.constexpr):
-    """Starts the copy of the stored rows of `keys`; keys past the last one take its row."""
-    LINES: gl.constexpr = _line_layout(16)
+def _copy_rows(kv, page, slot, kv_head, target):
+    """Starts the copy of stored rows."""
     BYTES: gl.constexpr = kv.ptr.dtype.element_ty.primitive_bitwidth // 8
-    page, slot = place_of(table, page_ids, keys, 0, last, SIZES.page_size, RULES.int64_offsets)
     at = (page * kv.page + slot * kv.token + kv_head * kv.head) * BYTES
-    d = gl.arange(0, 128, gl.SliceLayout(0, LINES))
+    d = gl.arange(0, 128, gl.SliceLayout(0, _line_layout(16, gl.num_warps())))
     source = kv.ptr.to(gl.pointer_type(gl.uint8), bitcast=True) + (at[:, None] + d[None, :])
     async_copy.async_load(target, gl.multiple_of(source, [16, 16]))
+
+
+@gluon.jit
+def _copy_tile(
+    k, v, table, page_ids, first_key, last, kv_head, k_ring, v_ring, stage,
+    SIZES: gl.constexpr, RULES: gl.constexpr,
+):  # fmt: skip
+    """Starts the copy of a tile of K and V as they are stored; keys past the last one take its place."""
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, _line_layout(16, gl.num_warps())))
+    page, slot = place_of(table, page_ids, keys, 0, last, SIZES.page_size, RULES.int64_offsets)
+    _copy_rows(k, page, slot, kv_head, k_ring.narrow.index(stage))
+    _copy_rows(v, page, slot, kv_head, v_ring.narrow.index(stage))
     async_copy.commit_group()
 
 
 @gluon.jit
-def _widen_tiles(
-    kv, table, task, ring, SIZES: gl.constexpr, RULES: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Copies the task's tiles of K or V, the last one first, and widens them into the ring."""
+def _widen_tile(ring, i, narrow_stage):
+    """Widens the i-th tile into the ring once there is room."""
     STAGES: gl.constexpr = ring.tiles.shape[0]
-    AHEAD: gl.constexpr = ring.narrow.shape[0] - 1
+    stage = i % STAGES
+    stored = ring.narrow.index(narrow_stage).load(_line_layout(8, gl.num_warps()))
+    mbarrier.wait(ring.emptied.index(stage), (i // STAGES) & 1 ^ 1)
+    ring.tiles.index(stage).store(stored.to(gl.float8e4nv, bitcast=True).to(gl.float16))
+    fence_async_shared()
+    gl.barrier()
+    mbarrier.arrive(ring.filled.index(stage))
+
+
+@gluon.jit
+def _widen_tiles(
+    k, v, table, task, k_ring, v_ring, SIZES: gl.constexpr, RULES: gl.constexpr,
+):  # fmt: skip
+    """Copies and widens the task's tiles of K and V, the last one first."""
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    NARROW: gl.constexpr = k_ring.narrow.shape[0]
     last = gl.maximum(task.kv_len - 1, 0)
     row_base = first_id(table, task.seq, SIZES.ragged)
-    num_tiles = task.end - task.begin
-    keys = (task.end - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, _line_layout(16)))
-    page_ids = load_page_ids(table, row_base, keys, 0, last, SIZES.page_size)
-    for i in gl.static_range(AHEAD):
-        _copy_tile(kv, table, page_ids, keys, last, task.kv_head, ring.narrow.index(i), SIZES, RULES)
-        keys -= BLOCK_N
-        page_ids = load_page_ids(table, row_base, keys, 0, last, SIZES.page_size)
-    for i in range(num_tiles):
+    first_key = (task.end - 1) * BLOCK_N
+    r = gl.arange(0, BLOCK_N, gl.SliceLayout(1, _line_layout(16, gl.num_warps())))
+    page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
+    for i in gl.static_range(NARROW - 1):
+        _copy_tile(
+            k, v, table, page_ids, first_key, last, task.kv_head, k_ring, v_ring, i, SIZES, RULES
+        )
+        first_key -= BLOCK_N
+        page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
+    for i in range(task.end - task.begin):
         gl.barrier()  # all warps have read what is overwritten
-        target = ring.narrow.index((i + AHEAD) % (AHEAD + 1))
-        _copy_tile(kv, table, page_ids, keys, last, task.kv_head, target, SIZES, RULES)
-        keys -= BLOCK_N
-        page_ids = load_page_ids(table, row_base, keys, 0, last, SIZES.page_size)
-        async_copy.wait_group(AHEAD)
+        ahead = (i + NARROW - 1) % NARROW
+        _copy_tile(
+            k, v, table, page_ids, first_key, last, task.kv_head, k_ring, v_ring, ahead, SIZES, RULES
+        )
+        first_key -= BLOCK_N
+        page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
+        async_copy.wait_group(NARROW - 1)
         gl.barrier()
-        stage = i % STAGES
-        stored = ring.narrow.index(i % (AHEAD + 1)).load(_line_layout(8))
-        mbarrier.wait(ring.emptied.index(stage), (i // STAGES) & 1 ^ 1)
-        ring.tiles.index(stage).store(stored.to(gl.float8e4nv, bitcast=True).to(gl.float16))
-        fence_async_shared()
-        gl.barrier()
-        mbarrier.arrive(ring.filled.index(stage))
+        _widen_tile(k_ring, i, i % NARROW)
+        _widen_tile(v_ring, i, i % NARROW)
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def _load_half(io, task, q_tile, HALF: gl.constexpr, SIZES: gl.constexpr):
-    """Q's rows of a half in float16 in shared memory, and what their scores are multiplied by."""
-    LINES: gl.constexpr = _line_layout(8)
+def _load_half(io, k_descale, task, q_tile, qk_scale, HALF: gl.constexpr, SIZES: gl.constexpr, K: gl.constexpr):
+    """Stores Q's rows of a half in float16 in shared memory; returns the positive scale of their scores."""
+    LINES: gl.constexpr = _line_layout(8, gl.num_warps())
     rows = HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LINES))
     d = gl.arange(0, 128, gl.SliceLayout(0, LINES))
     tokens = (task.seq * SIZES.q_len + rows // SIZES.gqa_ratio).to(gl.int64)
     heads = task.kv_head * SIZES.gqa_ratio + rows % SIZES.gqa_ratio
     at = tokens[:, None] * io.q_token + heads[:, None] * io.q_head + d[None, :]
-    q = gl.load(io.q + at, mask=(rows < SIZES.q_len * SIZES.gqa_ratio)[:, None], other=0.0)
-    scale = 1.0
-    parts = (q,)
-    if q.dtype != gl.float16:
-        parts, scale = scale_to_fp16(parts, 1)
-    return parts, scale
+    parts = (gl.load(io.q + at, mask=(rows < SIZES.q_len * SIZES.gqa_ratio)[:, None], other=0.0),)
+    scale = times_head_descale(qk_scale, k_descale, task.seq, task.kv_head, K.descale)
+    if io.q_descale is not None:
+        scale *= gl.load(io.q_descale)
+    if io.q.dtype.element_ty != gl.float16:
+        parts, up = scale_to_fp16(parts, 1)
+        scale *= up
+    q_tile.store(times_sign(parts, scale, 1)[0])  # the softmax takes the maximum before it scales
+    return gl.where(scale < 0, -scale, scale)
 
 
 @gluon.jit
@@ -216,24 +252,14 @@ def _attend_tiles(
 
 @gluon.jit
 def _attend_half(
-    io, k_descale, v_descale, workspace, task, k_ring, v_ring, q_tile, qk_scale, out_scale, merge,
-    HALF: gl.constexpr, SIZES: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
+    io, v_descale, workspace, task, k_ring, v_ring, q_tile, scale, out_scale, merge,
+    HALF: gl.constexpr, SIZES: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
 ):  # fmt: skip
     """A half of a task's rows: its result, or a partial one."""
     STAGES: gl.constexpr = k_ring.tiles.shape[0]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     S: gl.constexpr = gl.SliceLayout(1, _product_layout(BLOCK_N))
     O: gl.constexpr = _product_layout(128)
-    q, q_scale = _load_half(io, task, q_tile, HALF, SIZES)
-    scale = q_scale * qk_scale
-    if io.q_descale is not None:
-        scale *= gl.load(io.q_descale)
-    scale = times_head_descale(scale, k_descale, task.seq, task.kv_head, K.descale)
-    q = times_sign(q, scale, 1)  # the softmax takes the maximum before it scales
-    scale = gl.where(scale < 0, -scale, scale)
-    q_tile.store(q[0])
-    fence_async_shared()
-    gl.barrier()
     high = task.kv_len - SIZES.q_len + (HALF * _HALF + gl.arange(0, _HALF, S)) // SIZES.gqa_ratio
     m = gl.full([_HALF], float("-inf"), gl.float32, S)
     l = gl.zeros([_HALF], gl.float32, S)
@@ -305,7 +331,7 @@ def _tall_decode_kernel(
     if RULES.even:
         zeros = (
             gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0])),
-            gl.zeros([128], gl.int32, gl.SliceLayout(0, _line_layout(4))),
+            gl.zeros([128], gl.int32, gl.SliceLayout(0, _line_layout(4, gl.num_warps()))),
         )
         seq, first_item, num_splits = even_split(
             table, None, batch, most_splits, slots, item, True, SIZES.q_len, -1, SIZES.page_size,
@@ -328,7 +354,10 @@ def _tall_decode_kernel(
     task = Task(seq, kv_head, kv_len, begin, end, first, split, num_splits)
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF, 128], gl.float16)
     q_tiles = gl.allocate_shared_memory(gl.float16, [2, _HALF, 128], Q)
-    k_ring = _make_ring(BLOCKS.n, 2, 2)
+    scale = _load_half(io, k_descale, task, q_tiles.index(0), qk_scale, 0, SIZES, K)
+    other_scale = _load_half(io, k_descale, task, q_tiles.index(1), qk_scale, 1, SIZES, K)
+    out = Output(io.o, io.lse, io.sinks, io.o_token, io.o_head, io.lse_token, io.o_scale)
+    k_ring = _make_ring(BLOCKS.n, 1, 2)
     v_ring = _make_ring(BLOCKS.n, 2, 2)
     fence_async_shared()
     gl.warp_specialize(
@@ -336,20 +365,19 @@ def _tall_decode_kernel(
             (
                 _attend_half,
                 (
-                    io, k_descale, v_descale, workspace, task, k_ring, v_ring, q_tiles.index(0), qk_scale,
-                    out_scale, merge, 0, SIZES, K, V, RULES,
+                    out, v_descale, workspace, task, k_ring, v_ring, q_tiles.index(0), scale, out_scale,
+                    merge, 0, SIZES, V, RULES,
                 ),
             ),
             (
                 _attend_half,
                 (
-                    io, k_descale, v_descale, workspace, task, k_ring, v_ring, q_tiles.index(1), qk_scale,
-                    out_scale, merge, 1, SIZES, K, V, RULES,
+                    out, v_descale, workspace, task, k_ring, v_ring, q_tiles.index(1), other_scale, out_scale,
+                    merge, 1, SIZES, V, RULES,
                 ),
             ),
-            (_widen_tiles, (k, table, task, k_ring, SIZES, RULES, BLOCKS.n)),
-            (_widen_tiles, (v, table, task, v_ring, SIZES, RULES, BLOCKS.n)),
+            (_widen_tiles, (k, v, table, task, k_ring, v_ring, SIZES, RULES)),
         ],
-        worker_num_warps=[4, 4, 4],
-        worker_num_regs=[200, 56, 56],
+        worker_num_warps=[4, 4],
+        worker_num_regs=[216, 72],
     )  # fmt: skip

@@ -205,7 +205,7 @@ def tiles_of_some(
 
 
 # Sizes of a split that a program compares.
-_CANDIDATES = tl.constexpr(16)
+_CANDIDATES = tl.constexpr(8)
 # What a program's start and its partial result take, in times of a key tile.
 _START = tl.constexpr(3.0)
 
