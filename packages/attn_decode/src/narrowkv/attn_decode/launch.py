@@ -129,7 +129,9 @@ def fits_lanes(shape: DecodeShape, config: DecodeConfig, reading: Reading) -> bo
 TALL_OPTIONS = LaunchOptions(num_warps=4, num_stages=1, maxnreg=168)
 
 
-def is_tall(target: Target, shape: DecodeShape, config: DecodeConfig, bound: BoundCache, rules: Rules) -> bool:
+def is_tall(
+    target: Target, shape: DecodeShape, config: DecodeConfig, bound: BoundCache, rules: Rules
+) -> bool:
     """Whether `_tall_decode_kernel` serves a call whose table has neither ranges nor a tree."""
     tile = (config.kernel, config.block_m, config.block_n, shape.head_dim, shape.v_dim)
     rows, reading = shape.q_len * shape.gqa_ratio, bound.readings[READING]

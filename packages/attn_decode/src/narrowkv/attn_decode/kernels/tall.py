@@ -158,17 +158,13 @@ def _widen_tiles(
     r = gl.arange(0, BLOCK_N, gl.SliceLayout(1, _line_layout(16, gl.num_warps())))
     page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
     for i in gl.static_range(NARROW - 1):
-        _copy_tile(
-            k, v, table, page_ids, first_key, last, task.kv_head, k_ring, v_ring, i, SIZES, RULES
-        )
+        _copy_tile(k, v, table, page_ids, first_key, last, task.kv_head, k_ring, v_ring, i, SIZES, RULES)
         first_key -= BLOCK_N
         page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
     for i in range(task.end - task.begin):
         gl.barrier()  # all warps have read what is overwritten
         ahead = (i + NARROW - 1) % NARROW
-        _copy_tile(
-            k, v, table, page_ids, first_key, last, task.kv_head, k_ring, v_ring, ahead, SIZES, RULES
-        )
+        _copy_tile(k, v, table, page_ids, first_key, last, task.kv_head, k_ring, v_ring, ahead, SIZES, RULES)
         first_key -= BLOCK_N
         page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
         async_copy.wait_group(NARROW - 1)
@@ -179,7 +175,9 @@ def _widen_tiles(
 
 
 @gluon.jit
-def _load_half(io, k_descale, task, q_tile, qk_scale, HALF: gl.constexpr, SIZES: gl.constexpr, K: gl.constexpr):
+def _load_half(
+    io, k_descale, task, q_tile, qk_scale, HALF: gl.constexpr, SIZES: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
     """Stores Q's rows of a half in float16 in shared memory; returns the positive scale of their scores."""
     LINES: gl.constexpr = _line_layout(8, gl.num_warps())
     rows = HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LINES))
@@ -219,7 +217,7 @@ def _issue_values(p, acc, ring, i):
 
 @gluon.jit
 def _softmax_of_tile(s, m, l, scale, first_key, high, MASKED: gl.constexpr):
-    """P as the left operand of the next product, the correction factor of earlier sums, and the new m and l."""
+    """P as the left operand of the next product, the correction factor of earlier sums, new m and l."""
     if MASKED:
         keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         s = gl.where(keys[None, :] <= high[:, None], s, float("-inf"))
@@ -240,9 +238,7 @@ def _attend_tiles(
         values = _issue_values(p, acc, v_ring, i - 1)
         s = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_ring.emptied.index(i % STAGES))
-        p, correction, m, l = _softmax_of_tile(
-            s, m, l, scale, (task.end - 1 - i) * BLOCK_N, high, MASKED
-        )
+        p, correction, m, l = _softmax_of_tile(s, m, l, scale, (task.end - 1 - i) * BLOCK_N, high, MASKED)
         # Named here, the softmax is not put off until after the wait.
         acc, p, correction, m, l = warpgroup_mma_wait(0, deps=(values, p, correction, m, l))
         mbarrier.arrive(v_ring.emptied.index((i - 1) % STAGES))
@@ -256,7 +252,6 @@ def _attend_half(
     HALF: gl.constexpr, SIZES: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
 ):  # fmt: skip
     """A half of a task's rows: its result, or a partial one."""
-    STAGES: gl.constexpr = k_ring.tiles.shape[0]
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     S: gl.constexpr = gl.SliceLayout(1, _product_layout(BLOCK_N))
     O: gl.constexpr = _product_layout(128)
@@ -271,9 +266,7 @@ def _attend_half(
         s = warpgroup_mma_wait(0, deps=(_issue_scores(q_tile, k_ring, 0),))
         mbarrier.arrive(k_ring.emptied.index(0))
         p, _correction, m, l = _softmax_of_tile(s, m, l, scale, (task.end - 1) * BLOCK_N, high, True)
-        p, acc, m, l = _attend_tiles(
-            p, acc, m, l, q_tile, k_ring, v_ring, scale, high, task, 1, masked, True
-        )
+        p, acc, m, l = _attend_tiles(p, acc, m, l, q_tile, k_ring, v_ring, scale, high, task, 1, masked, True)
         p, acc, m, l = _attend_tiles(
             p, acc, m, l, q_tile, k_ring, v_ring, scale, high, task, masked, num_tiles, False
         )
@@ -325,7 +318,9 @@ def _tall_decode_kernel(
     SIZES: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Attends a KV head's rows to one split of one sequence; arguments as those of `_paged_decode_kernel`."""
-    table = pages.Table(page_ids, row, lens, num_ids, steps.num_pages, max_pages, steps[1], steps[2], steps[3])
+    table = pages.Table(
+        page_ids, row, lens, num_ids, steps.num_pages, max_pages, steps[1], steps[2], steps[3]
+    )
     kv_head = gl.program_id(0) % SIZES.num_kv_heads
     item = gl.program_id(0) // SIZES.num_kv_heads
     if RULES.even:

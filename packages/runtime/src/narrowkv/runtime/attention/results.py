@@ -94,7 +94,7 @@ def merge_splits(workspace, acc, m, l, counter, split, num_splits, step, row_mas
 
 @triton.jit
 def splits_of_group(num_splits):
-    """Splits that are merged before groups of them are, about the square root of their number; 1: no groups."""
+    """Splits of a group that is merged first, about the square root of their number; 1: no groups."""
     size = tl.where(num_splits <= 64, 8, tl.where(num_splits <= 256, 16, 32))
     return tl.where(num_splits <= 8, 1, size)
 
