@@ -67,6 +67,17 @@ def test_every_split_and_either_merge(plan, in_launch, device):
     assert_right(case, inputs=inputs, plan=made)
 
 
+def test_a_launch_merges_more_splits_than_a_program_does(device):
+    """Sequences of 65 and 9 splits: groups of groups, and groups of one split."""
+    case = W(lens=(65 * 128 - 5, 128 * 9, 100), num_kv_heads=1)
+    inputs = case.inputs(device)
+    made = inputs.plan(tokens_per_split=128)
+    assert made.config.num_items == 3 * 65
+    made = replace(made, config=replace(made.config, merge_in_launch=True), workspace=None).with_workspace()
+    assert_right(case, inputs=inputs, plan=made)
+    assert not made.workspace.counters(3 * 65).any()
+
+
 def test_lengths_around_pages_tiles_and_splits(device):
     case = W(lens=(1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 40), gqa_ratio=2)
     inputs = case.inputs(device)

@@ -284,7 +284,7 @@ def with_choice(
         num_items=num_items,
         tiles_per_split=tiles_per_split,
         slots=0,
-        merge_in_launch=in_launch and shape.batch * head_programs <= _MAX_COUNTERS,
+        merge_in_launch=in_launch and num_items * head_programs <= _MAX_COUNTERS,
         options=choice.options(shipped.options, shipped.block_n),
         merge=MergeTile(choice.merge_splits, choice.merge_warps) if choice.merge_splits else MergeTile(),
     )
@@ -422,17 +422,17 @@ def _xcd_items(target: Target, shape: DecodeShape, row_blocks: int) -> int:
 
 
 def _merging(
-    target: Target, shape: DecodeShape, split: str, num_items: int, head_programs: int, batch_invariant: bool
+    target: Target, shape: DecodeShape, split: str, num_items: int, programs: int, batch_invariant: bool
 ) -> tuple[bool, MergeTile]:
     """Whether partial results are merged in the launch, and the tile of the kernel that merges them if not.
 
-    head_programs: of a split of a sequence, over KV heads and row blocks.
+    num_items: splits of a KV head and row block that run at once; programs: of the launch.
     """
     # Merging in the launch, serially, pays while few partial results wait (H100, B64 ctx8192 at two splits:
     # 383 us against 391). AMD's chiplets share no L2, so a second kernel is the cheaper fence there.
     merge_in_launch = split != "none" and num_items <= 4 * shape.batch and not target.is_amd
     # The two ways of merging round differently, and `num_items` depends on the capacity.
-    merge_in_launch = merge_in_launch and not batch_invariant and shape.batch * head_programs <= _MAX_COUNTERS
+    merge_in_launch = merge_in_launch and not batch_invariant and programs <= _MAX_COUNTERS
     merge = choice_for(tiles.MERGE_ROWS, {
         "vendor": target.vendor, "split": split, "splits": num_items // max(shape.batch, 1),
         "kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "invariant": batch_invariant,
@@ -471,6 +471,8 @@ def _shipped_config(
     if not (split or tokens_per_split or batch_invariant) and block_m == 16:
         unsplit = _unsplit(target, shape, k_format, target.compute_units * RESIDENT // head_programs)
     facts["second_wave"] = unsplit is not None and 1.5 < shape.batch / (units * RESIDENT) <= 2
+    crowded = shape.batch > units * RESIDENT and not batch_invariant
+    facts |= {"kv_heads": shape.num_kv_heads, "crowded": crowded}
     tile = _tile_of(target, shape, facts, units, batch_invariant)
     block_n, slots = tile.block_n, max(1, int(units * tile.resident))
     if tile.most_splits:
@@ -493,7 +495,8 @@ def _shipped_config(
     else:
         waves = not (target.is_amd or _is_latency_bound(shape, units, batch_invariant))
         num_items, tiles_per_split, slots = _items_of(shape, split, slots, block_n, waves=waves)
-    in_launch, merge = _merging(target, shape, split, slots or num_items, head_programs, batch_invariant)
+    programs = num_items * head_programs
+    in_launch, merge = _merging(target, shape, split, slots or num_items, programs, batch_invariant)
     return DecodeConfig(
         block_m, block_n, split, num_items, tiles_per_split, in_launch, chosen, k_parts, v_parts,
         tile.options, tile.prefetch, merge, _xcd_items(target, shape, row_blocks), slots,

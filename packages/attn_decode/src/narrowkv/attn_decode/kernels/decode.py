@@ -41,8 +41,8 @@ from narrowkv.quant.device import join_parts
 from narrowkv.runtime.attention.handover import begin_next_launch
 from narrowkv.runtime.attention.masks import SeenKeys
 from narrowkv.runtime.attention.results import (
-    is_last_program,
     merge_partial_results,
+    splits_to_merge,
     store_partial_result,
 )
 from narrowkv.runtime.attention.softmax import SoftCap, multiply_values
@@ -170,9 +170,9 @@ def _paged_decode_kernel(
     logit_scale = q_scale * qk_scale
     if io.q_descale is not None:
         logit_scale *= tl.load(io.q_descale)
-    o_scale = tl.full([BLOCKS.m], 1.0, tl.float32) * out_scale
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K.descale)
-    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V.descale)
+    ones = tl.full([BLOCKS.m], 1.0, tl.float32)
+    o_scale = times_head_descale(ones * out_scale, v_descale, seq, kv_head, V.descale)
     if REGISTERS or (not ALIKE and not RULES.native):
         # The softmax takes the maximum before it scales, so the scale must be positive.
         q = times_sign(q, logit_scale, K.parts)
@@ -243,7 +243,6 @@ def _paged_decode_kernel(
             BLOCKS.dk,
         )  # fmt: skip
     acc = join_parts(acc, RULES.acc_parts, V.route == "cdna4")
-    d = tl.arange(0, BLOCKS.d)
     if V.factors:
         acc, m, l = multiply_values(acc, m, l, v_largest)
 
@@ -251,19 +250,20 @@ def _paged_decode_kernel(
         if num_splits > 1:
             own_slot = item.to(tl.int64) * HEAD_PROGRAMS + head_program
             store_partial_result(workspace, own_slot, acc, m, l, row_mask, BLOCKS.m, BLOCKS.d)
-            if not RULES.can_merge:
+            size, first_slot = 0, first_item * HEAD_PROGRAMS + head_program
+            if RULES.can_merge:
+                size = splits_to_merge(
+                    workspace, acc, m, l, first_slot, HEAD_PROGRAMS, split, num_splits, merge, row_mask,
+                    BLOCKS.m, BLOCKS.d,
+                )  # fmt: skip
+            if size == 0:
                 return
             else:
-                if merge == 0:
-                    return
-                if not is_last_program(workspace, seq * HEAD_PROGRAMS + head_program, num_splits, ""):
-                    return
-                first_slot = first_item.to(tl.int64) * HEAD_PROGRAMS + head_program
                 acc, m, l = merge_partial_results(
-                    workspace, acc, m, l, first_slot, HEAD_PROGRAMS, num_splits, row_mask,
-                    BLOCKS.m, BLOCKS.d, 4 if BLOCKS.m < 64 else 1,
+                    workspace, acc, m, l, first_slot, size * HEAD_PROGRAMS, tl.cdiv(num_splits, size),
+                    row_mask, BLOCKS.m, BLOCKS.d, 1,
                 )  # fmt: skip
     write_rows(
-        io.o, io.o_scale, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
-        io.o_token, io.o_head, io.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
+        io.o, io.o_scale, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
+        tl.arange(0, BLOCKS.d), io.o_token, io.o_head, io.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
     )  # fmt: skip

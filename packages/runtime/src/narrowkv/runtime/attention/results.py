@@ -93,6 +93,54 @@ def merge_splits(workspace, acc, m, l, counter, split, num_splits, step, row_mas
 
 
 @triton.jit
+def splits_of_group(num_splits):
+    """Splits of a group that is merged first, about the square root of their number; 1: no groups."""
+    size = tl.where(num_splits <= 64, 8, tl.where(num_splits <= 256, 16, 32))
+    return tl.where(num_splits <= 8, 1, size)
+
+
+@triton.jit
+def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, merge, row_mask,
+                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Counts a program that has stored its split's state; for the last one of a tile, what is left to merge.
+
+    The last program of each group of many splits merges the group into the slot of its first split: one
+    program that merged all splits of a long sequence would end long after all others. Tiles of 64 rows and
+    more have few splits, and no registers for this.
+
+    Args:
+        acc, m, l: any state, as for `merge_partial_results`.
+        first_slot, step: the splits have the slots first_slot, first_slot + step, ... and the arrival
+            counters of the same numbers: a group that of its first split, the tile that of the second split.
+        merge: 0 if another launch merges.
+
+    Returns:
+        For the last program how many splits, and slots, each state to merge stands for; else 0.
+    """
+    size = num_splits * 0 + 1
+    if BLOCK_M < 64:
+        size = splits_of_group(num_splits)
+    if merge == 0:
+        size = 0
+    if BLOCK_M < 64:
+        if size > 1:
+            begin = split // size * size
+            slot, parts = first_slot + begin * step, tl.minimum(num_splits - begin, size)
+            if is_last_program(workspace, slot, parts, ""):
+                acc, m, l = merge_partial_results(
+                    workspace, acc, m, l, slot, step, parts, row_mask, BLOCK_M, BLOCK_D, 1
+                )
+                tl.debug_barrier()  # all threads have read what the slot held
+                store_partial_result(workspace, slot.to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+            else:
+                size = 0
+    if size > 0:
+        if not is_last_program(workspace, first_slot + step, tl.cdiv(num_splits, size), ""):
+            size = 0
+    return size
+
+
+@triton.jit
 def output_rows(sinks_ptr, acc, m, l, out_scale, heads, row_mask, HAS_SINKS: tl.constexpr):
     """Rows of O: acc / (l + sink), times `out_scale`."""
     if HAS_SINKS:
