@@ -115,7 +115,9 @@ def _choose_decode(draw: random.Random, target: Target, formats: tuple[str, str]
 
 def _choose_prefill(draw: random.Random, target: Target, formats: tuple[str, str]) -> None:
     batch, new, keys = draw.choice((1, 8)), draw.choice((1, 2, 16, 64, 4096)), draw.choice((512, 32768))
-    heads = draw.choice(((96, 8, 128), (64, 8, 64), (16, 8, 256), (32, 4, 512), (8, 8, 192), (16, 1, 512)))
+    heads = draw.choice((
+        (96, 8, 128), (8, 1, 128), (64, 8, 64), (16, 8, 256), (32, 4, 512), (8, 8, 192), (16, 1, 512)
+    ))  # fmt: skip
     shape = PrefillShape(
         batch, batch * new, new, *heads, 16, new + keys, batch * (new + keys),
         v_head_dim=128 if heads[2] == 192 else 0,

@@ -131,9 +131,22 @@ LOOPS: dict[str, dict[str, Any]] = {
 def test_equal_shares_by_the_loop_of_decode(name: str, block_m: int, operation: str) -> None:
     """As NVIDIA's kernels are, in tiles of few rows and of many."""
     case = PrefillCase.small((1, 9, 0, 2), (700, 330, 8, 30), operation=operation, kernel="split", **HEADS)
-    inputs = replace(case, **LOOPS[name]).inputs()
+    _check_by_the_loop_of_decode(replace(case, **LOOPS[name]), block_m, slots=1)
+
+
+@pytest.mark.parametrize("slots", [7, 60])
+@pytest.mark.parametrize("operation", ["prefill", "append"])
+def test_splits_are_merged_in_groups(operation: str, slots: int) -> None:
+    """More than 16 splits of a sequence, beside sequences with few."""
+    case = PrefillCase.small((1, 9, 0, 2), (2700, 330, 8, 30), operation=operation, kernel="split", **HEADS)
+    _check_by_the_loop_of_decode(case, 16, slots=slots)
+
+
+def _check_by_the_loop_of_decode(case: PrefillCase, block_m: int, *, slots: int) -> None:
+    inputs = case.inputs()
     plan = inputs.plan()
-    config = replace(plan.config, block_m=block_m, block_n=32, as_decode=True)
+    config = replace(plan.config, block_m=block_m, block_n=32, num_splits=slots, as_decode=True)
+    config = replace(config, loops=block_m == 64 and case.operation == "prefill")
     plan = replace(plan, config=config).with_workspace(None)
     poison_plan(plan)
     _compare(case, inputs, *inputs.run(plan, return_lse=True))
@@ -231,7 +244,7 @@ def _planned(
 def test_which_classes_a_call_can_have(target: str, appends: bool) -> None:
     widened = "pipelined" if target == "sm90" else "dense"
     bounds = few_bounds(get_target(target), _shape(64, 2108), ("fp8_e4m3fn",) * 2, widened)
-    few, most = len(bounds), bounds[-1][0]
+    few, most = min(len(bounds), 2), bounds[-1][0]  # tiles of 32 rows are alone
 
     def kernels(*sizes: int, **bounds: int) -> list[str]:
         config = _planned(target, _shape(*sizes, **bounds), appends=appends)

@@ -79,8 +79,8 @@ def _random_calls(cache: PagedKVCache, count: int, *, seed: int = 0, decode_only
 @pytest.mark.parametrize(
     ("target", "format", "most", "calls"),
     [
-        ("gfx942", "fp8_e4m3fn", 12, 20), ("gfx950", "fp8_e4m3fn", 12, 20), ("sm90", "fp8_e4m3fn", 20, 60),
-        ("sm90", CacheFormat("fp8_e4m3fn", "fp4_e2m1"), 20, 20), ("sm90", "fp4_e2m1", 20, 20),
+        ("gfx942", "fp8_e4m3fn", 12, 20), ("gfx950", "fp8_e4m3fn", 12, 20), ("sm90", "fp8_e4m3fn", 22, 60),
+        ("sm90", CacheFormat("fp8_e4m3fn", "fp4_e2m1"), 22, 20), ("sm90", "fp4_e2m1", 22, 20),
     ],
 )  # fmt: skip
 def test_random_batches_reach_no_kernel_that_was_not_listed(

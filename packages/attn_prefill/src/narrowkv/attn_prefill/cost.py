@@ -173,10 +173,21 @@ def few_tokens(target: Target, shape: PrefillShape, formats: tuple[str, str], wi
 def few_bounds(
     target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str | None
 ) -> list[tuple[int, int]]:
-    """The most query tokens of each class of few, and the rows of its tiles; by the model alone."""
+    """The most query tokens of sequences that tiles of 16, 32 and 64 rows serve; by the model alone.
+
+    Returns:
+        Most query tokens and rows of a tile, in their order. A larger tile that serves no more is left out.
+    """
     most = few_tokens(target, shape, formats, widened)
-    small = 0 if tuned_as(target).is_amd else min(16 // shape.gqa_ratio, most)
-    return [(bound, rows) for bound, rows in ((small, 16), (most, 64)) if bound > (small if rows > 16 else 0)]
+    found = {most: 64}
+    if not tuned_as(target).is_amd:
+        found |= {min(rows // shape.gqa_ratio, most): rows for rows in (32, 16)}
+    return sorted((bound, rows) for bound, rows in found.items() if bound > 0)
+
+
+def _beside_others(bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The bounds of classes that a call has besides others: the smallest tiles and the largest."""
+    return bounds[:1] + bounds[1:][-1:]
 
 
 def few_classes(
@@ -192,14 +203,18 @@ def few_classes(
         the fewest query tokens of sequences that are in none of them, or `ANY_LEN` where there can be no such
         sequences.
     """
-    bounds = [each for each in few_bounds(target, shape, formats, widened) if each[0] >= shape.min_q_len]
+    bounds = few_bounds(target, shape, formats, widened)
     longest = min(shape.max_q_len, shape.num_tokens)
+    fitting = [((0, bound), rows) for bound, rows in bounds if bound >= max(longest, shape.min_q_len)]
+    if fitting and (shape.batch == 1 or fitting[0][1] < 64):
+        return fitting[:1], ANY_LEN
     if shape.batch == 1:
-        fitting = [((0, bound), rows) for bound, rows in bounds if longest <= bound]
-        return (fitting[:1], ANY_LEN) if fitting else ([], 0)
+        return [], 0
     classes: list[tuple[tuple[int, int], int]] = []
     least = 0
-    for bound, rows in bounds:
+    for bound, rows in _beside_others(bounds):
+        if bound < shape.min_q_len:
+            continue
         classes.append(((least, bound), rows))
         least = bound + 1
         if longest <= bound:
@@ -212,7 +227,7 @@ def few_classes(
 def _most_together(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
     """The most sequences of a call that one kernel serves together, because launches would take longer."""
     one = estimate(target, shape, formats, widened, (1, 1, shape.max_seq_len))
-    launches = len(few_bounds(target, shape, formats, widened)) * rates_of(target).launch_us
+    launches = len(_beside_others(few_bounds(target, shape, formats, widened))) * rates_of(target).launch_us
     return 1 + int(launches / max(one.us - one.launch_us, 1e-9))
 
 

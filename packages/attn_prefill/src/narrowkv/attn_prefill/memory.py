@@ -102,8 +102,7 @@ class MemorySizes:
         if self._partial_rows():
             # The pipelined kernel counts halves of a tile.
             if config.kernel == "split":
-                tiles = shape.row_tiles(config.block_m, config.q_lens[1])
-                return {"arrived": tiles * shape.num_kv_heads}
+                return {"arrived": most_work_items(shape, config) * shape.num_kv_heads}
             tiles = 2 * shape.row_tiles(self._least_rows) * shape.num_kv_heads
             most = 2 * partial_programs(self.target, 2)
             found["arrived"] = tiles if self.exact or self.num_splits else min(tiles, most)

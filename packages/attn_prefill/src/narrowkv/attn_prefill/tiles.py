@@ -10,11 +10,12 @@ from narrowkv.runtime.choices import ConfigRow, choice_for
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import TARGETS, Target
 
-# Keys of a 16-bit cache stay in their pages where this many tiles of rows read them at most, and from so many
-# keys on: copies of 16 rows cost attention 5 %, and widening takes 40 % less. H100, bf16 cache, pages of 16:
-# 128 over 32k 182 us instead of 212 (32/8 heads), 1k over 4k 142 and 137, 128 over 4k 47 both.
+# Keys of a 16-bit cache stay in their pages where at most so many tiles of a sequence's rows read them, and
+# from so many keys on: copies of 16 rows cost attention 5 %, and widening takes 40 % less. H100, bf16 cache,
+# pages of 16: 128 over 32k 182 us instead of 212 (32/8 heads), 1k over 4k 142 and 137, 128 over 4k 47 both.
+# H200, 128 over 4k 46.9 instead of 50.3.
 _TILES_OF_PAGES = 16
-_KEYS_IN_PAGES = 8192
+_KEYS_IN_PAGES = 4096
 # Warps of a kernel that reads pages which a compute unit holds at once: sm90 at 255 registers, CDNA two waves
 # on each of four SIMDs.
 _RESIDENT_WARPS = 8
@@ -77,7 +78,13 @@ DENSE_ROWS = (
         "509, 128 x 64 at 8 warps 529, 64 x 128 632; by pointers and not descriptors 481"),
 )  # fmt: skip
 
-# Kernel "split" on NVIDIA. Facts besides those of `DENSE_ROWS`: formats, of K and V with a slash.
+_ONE_KV_HEAD = {"target": "sm90", "head_dim": 128, "block_m": 16, "kv_heads": 1}
+_OF_ONE_KV_HEAD = (
+    "A sequence has so many splits that two warps, which merge them sooner, gain. H200, 60 decodes and 4 x "
+    "512, 8/1 heads: "
+)
+
+# Kernel "split" on NVIDIA. Facts besides those of `DENSE_ROWS`: formats, of K and V with a slash; kv_heads.
 SPLIT_ROWS = (
     ConfigRow({"head_dim": _WIDER}, PrefillTile(16, _options(8, 2, 255), block_m=16), _WIDE_IN_PAGES),
     ConfigRow({"v_narrow": True, "block_m": 64}, PrefillTile(64, _options(8, 2), block_m=32),
@@ -86,7 +93,16 @@ SPLIT_ROWS = (
     ConfigRow({"head_dim": _LARGE_HEAD, "block_m": 64}, PrefillTile(64, _options(8, 1)),
         "H200, 16/8 heads, FP8, 128 over 4k: 64 keys and one stage 88 us, 32 keys and two 121"),
     ConfigRow({"head_dim": _LARGE_HEAD}, PrefillTile(64, _options(2, 1))),
+    ConfigRow({**_ONE_KV_HEAD, "formats": "fp8_e4m3fn/fp8_e4m3fn"}, PrefillTile(64, _options(2, 3)),
+        _OF_ONE_KV_HEAD + "FP8 108 us, 32 keys and one warp 112"),
+    ConfigRow({**_ONE_KV_HEAD, "formats": "bf16/bf16"}, PrefillTile(32, _options(2, 3)),
+        _OF_ONE_KV_HEAD + "bf16 128 us, one warp 137, 64 keys 137"),
     ConfigRow({"block_m": 16}, PrefillTile(32, _options(1, 3))),
+    ConfigRow({"block_m": 32, "formats": "fp8_e4m3fn/fp8_e4m3fn"}, PrefillTile(64, _options(2, 3)),
+        "H200, FP8, 2 tokens of 64 sequences of 8192 keys at ratio 12, 286 us, in tiles of 64 rows 445"),
+    ConfigRow({"block_m": 32, "formats": ("fp8_e4m3fn/fp4_e2m1", "fp4_e2m1/fp4_e2m1")},
+        PrefillTile(32, _options(1, 3))),
+    ConfigRow({"block_m": 32}, PrefillTile(32, _options(2, 3))),
     ConfigRow({"target": "sm90", "head_dim": 128, "block_m": 64, "formats": "fp8_e4m3fn/fp8_e4m3fn"},
         PrefillTile(128, _options(4, 3)),
         "H100, FP8, 4 tokens of 64 sequences of 8192 keys at ratio 12, 448 us and, with 64 keys, 502 us; 8 "
@@ -198,9 +214,11 @@ def xcd_rows(target: Target, shape: PrefillShape, block_m: int) -> int:
 
 
 def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
-    """Options of programs that widen a block of keys each: a warp has 16 of its rows, on NVIDIA 8.
+    """Options of programs that widen a block of keys each: a warp has 16 of its rows, NVIDIA has 16 warps.
 
-    With sixteen a thread of sm90 takes up to 235 registers, so that one program fills a multiprocessor. CDNA
+    With eight a thread of sm90 takes up to 235 registers, so that one program fills a multiprocessor. H200,
+    appends in blocks of 64 keys by 8 warps and by 16: 1k over 0, 32/8 heads, 39.1 and 35.7 us, 128 over 4k,
+    16/8 heads of 256, 86.7 and 81.2. CDNA
     keeps the masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims take
     twice the waves there (Triton 3.8 puts up to 46 scalars into vector lanes otherwise).
 
@@ -209,7 +227,9 @@ def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
     16 tokens a program: 1k over 4k 22.3 and 18.2 us, 128 over 32k 89 and 70.
     """
     masks = target.is_amd and head_dim not in (64, 128)
-    warps = block // (2 if head_dim > WIDE_HEAD else 8 if masks or target.is_nvidia else 16)
+    warps = block // (2 if head_dim > WIDE_HEAD else 8 if masks else 16)
+    if target.is_nvidia and head_dim <= WIDE_HEAD:
+        warps = 16
     most = 64 if block == 128 and head_dim <= 128 else None
     if target.is_nvidia and head_dim > WIDE_HEAD:
         most = 255  # the compiler stops at 128 registers, and spills up to 16 bytes
@@ -222,7 +242,7 @@ def partial_programs(target: Target, resident: int) -> int:
 
 
 def most_work_items(shape: PrefillShape, config: PrefillConfig) -> int:
-    """The most programs of a KV head that kernel "split" needs; see `find_share`.
+    """The most splits of a KV head that kernel "split" makes; see `share_size`.
 
     As many as run at once, or for many tiles of rows up to twice as many as those.
     """
@@ -339,7 +359,8 @@ def pipelined_config(
     # us for the call; with two splits, by the most tiles that there could be, 188.
     tiles = min(shape.row_tiles(block_m), -(-shape.num_tokens * shape.gqa_ratio // block_m))
     programs = tiles * shape.num_kv_heads
-    seldom = shape.num_tokens * shape.gqa_ratio <= _TILES_OF_PAGES * block_m * shape.batch
+    longest = min(shape.max_q_len, shape.num_tokens)
+    seldom = longest * shape.gqa_ratio <= _TILES_OF_PAGES * block_m
     # In the tiles of 128 keys of which its costs were measured.
     splits = choose_splits(target, programs, -(-shape.max_seq_len // 128), resident=1)
     return replace(
@@ -361,7 +382,10 @@ def split_config(
 ) -> PrefillConfig:  # fmt: skip
     """Tiles and options of kernel "split", for sequences of `q_lens` query tokens."""
     if target.is_nvidia:
-        facts = {**_tile_facts(target, shape, block_m), "formats": "/".join(formats)}
+        facts = {
+            **_tile_facts(target, shape, block_m), "formats": "/".join(formats),
+            "kv_heads": shape.num_kv_heads,
+        }  # fmt: skip
         tile = choice_for(SPLIT_ROWS, facts)
         block_m, block_n, options = tile.block_m or block_m, tile.block_n, tile.options
     else:

@@ -26,8 +26,10 @@ from narrowkv.runtime.attention.results import (
 )
 from narrowkv.runtime.attention.softmax import multiply_values
 
-# Splits of a tile at most: the last program to arrive reads the partial results of all of them.
+# Splits of a tile at most where the last program to arrive reads the partial results of all of them.
 _MOST_SPLITS = tl.constexpr(32)
+# More splits are merged in groups.
+_MERGED_AT_ONCE = tl.constexpr(16)
 # Key tiles of a split at least: with fewer a program spends most of its time on its start.
 _LEAST_TILES = tl.constexpr(4)
 
@@ -75,16 +77,15 @@ def count_tiles(
 
 
 @triton.jit
-def find_share(
-    q, table, batch, item, slots, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, NVIDIA: tl.constexpr,
+def share_size(
+    q, table, batch, slots, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The share of item `item` of all splits of all tiles of rows, a `Share`.
+    """Key tiles that a split has at most, and how many splits there are at most, of all tiles of rows.
 
-    Splits have at most `size` key tiles. All tiles of rows together have at most total / size splits, and one
-    more each, so size = total / (items - tiles of rows) gives at most that many items: as many as run at
-    once, the `slots`, or twice the tiles of rows if these are many. `most_work_items` bounds that number.
+    All tiles of rows together have at most total / size splits, and one more each, so size = total / (items -
+    tiles of rows) gives at most that many items: as many as run at once, the `slots`, or twice the tiles of
+    rows if these are many. `most_work_items` bounds that number. Without tiles of rows it is 0.
     """
     total, row_tiles, claimed = batch * 0, batch * 0, batch * 0
     for first in range(0, batch, SEQUENCES):
@@ -97,17 +98,34 @@ def find_share(
         row_tiles += tl.sum(tiles, 0)
     most = tl.maximum(slots, row_tiles + tl.minimum(row_tiles, slots))
     size = tl.maximum(tl.cdiv(total, tl.maximum(most - row_tiles, 1)), _LEAST_TILES)
+    return size, tl.where(row_tiles > 0, most, 0)
+
+
+@triton.jit
+def find_share(
+    q, table, batch, item, size, num_items, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAPPED: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """The share of item `item` of all splits of all tiles of rows, a `Share`.
+
+    Args:
+        size, num_items: see `share_size`.
+        CAPPED: a tile has no more splits than one program merges.
+    """
     seq = batch * 0 - 1
     q_start, q_len, within, own_tiles, num_splits = batch * 0, batch * 0, batch * 0, batch * 0, batch * 0
     items_before, claimed, counter = batch * 0, batch * 0, batch * 0
     # Without tiles of rows nothing is left to find: the launch may have no sequence at all.
-    for first in range(0, tl.where(row_tiles > 0, batch, 0), SEQUENCES):
+    for first in range(0, tl.where(num_items > 0, batch, 0), SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
         start, length, tiles, keys, claimed = count_tiles(
             q, table, seqs, batch, claimed, APPENDS, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_M,
             BLOCK_N,
         )  # fmt: skip
-        splits = tl.minimum(tl.maximum(tl.cdiv(keys, size), 1), _MOST_SPLITS)
+        splits = tl.maximum(tl.cdiv(keys, size), 1)
+        if CAPPED:
+            splits = tl.minimum(splits, _MOST_SPLITS)
         items = tiles * splits
         ends = items_before + tl.cumsum(items, 0)
         own = (ends > item) & (ends - items <= item)
@@ -182,34 +200,45 @@ def attend_to_share(
 @triton.jit
 def merge_shares(
     workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS: tl.constexpr, SETTLE: tl.constexpr,
-    NVIDIA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUPS: tl.constexpr, NVIDIA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Stores the partial result of a share; for the last of a tile, returns True and all splits merged.
 
-    A tile with one split has nothing to merge.
+    A tile with one split has nothing to merge. Many splits are merged in groups, each by its last program,
+    whose result takes the place of the group's first one. A group's counter has the number of its first slot,
+    a tile's that of its second slot.
     """
     write = share.num_splits == 1
     if share.num_splits > 1:
         first_slot = (share.first_item * NUM_KV_HEADS + kv_head).to(tl.int64)
         step = share.step * NUM_KV_HEADS
+        size = share.num_splits
+        if GROUPS:
+            if share.num_splits > _MERGED_AT_ONCE:
+                size = tl.sqrt(share.num_splits.to(tl.float32)).to(tl.int32) + 1
+        begin = share.split // size * size
+        own_slot = first_slot + begin * step
+        in_group = tl.minimum(share.num_splits - begin, size)
         store_partial_result(
             workspace, first_slot + share.split * step, acc, m, l, row_mask, BLOCK_M, BLOCK_D
         )
-        write = is_last_program(workspace, share.counter * NUM_KV_HEADS + kv_head, share.num_splits, SETTLE)
+        write = is_last_program(workspace, own_slot.to(tl.int32), in_group, SETTLE)
         if write:
             acc, m, l = merge_partial_results(
-                workspace,
-                acc,
-                m,
-                l,
-                first_slot,
-                step,
-                share.num_splits,
-                row_mask,
-                BLOCK_M,
-                BLOCK_D,
-                4 if NVIDIA and BLOCK_M < 64 else 1,
-            )
+                workspace, acc, m, l, own_slot, step, in_group, row_mask, BLOCK_M, BLOCK_D,
+                2 if NVIDIA and BLOCK_M < 64 else 1,
+            )  # fmt: skip
+            if GROUPS:
+                if size < share.num_splits:
+                    tl.debug_barrier()  # all threads have read the slot
+                    store_partial_result(workspace, own_slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+                    groups = tl.cdiv(share.num_splits, size)
+                    write = is_last_program(workspace, (first_slot + step).to(tl.int32), groups, SETTLE)
+                    if write:
+                        acc, m, l = merge_partial_results(
+                            workspace, acc, m, l, first_slot, step * size, groups, row_mask, BLOCK_M, BLOCK_D,
+                            2 if BLOCK_M < 64 else 1,
+                        )  # fmt: skip
     return write, acc, m, l
 
 
@@ -227,8 +256,8 @@ def merge_programs(
     write = True
     if RULES.shares:
         write, acc, m, l = merge_shares(
-            workspace, share, acc, m, l, kv_head, row_mask, SIZES.num_kv_heads, RULES.settle, RULES.nvidia,
-            BLOCKS.m, BLOCKS.d,
+            workspace, share, acc, m, l, kv_head, row_mask, SIZES.num_kv_heads, RULES.settle,
+            RULES.as_decode, RULES.nvidia, BLOCKS.m, BLOCKS.d,
         )  # fmt: skip
     elif RULES.split:
         write, acc, m, l = merge_splits(
