@@ -11,6 +11,7 @@ The stock interpreter computes some things wrongly (seen in Triton 3.8 and 3.9);
 
 * bfloat16 values are held as raw 16-bit integers, and both arithmetic and `tl.dot` use those integers;
 * float32 and bfloat16 to FP8 rounds half away from zero on the truncated tail and does not saturate;
+* a fused multiply-add rounds twice;
 * FP8 E4M3FNUZ reads its NaN (0x80) as -0, and E4M3FN its NaN (0x7F, 0xFF) as 480.
 """
 
@@ -121,6 +122,11 @@ class RepairedBuilder(stock.InterpreterBuilder):
     def grid_idx(self) -> tuple[int, int, int]:
         """Which program of the launch this thread runs."""
         return self._grid.idx  # type: ignore[no-any-return]
+
+    def create_fma(self, x: Any, y: Any, z: Any) -> Any:
+        """x y + z of float32, rounded once but for a double rounding in one of 2**29 cases."""
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return stock.TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
 
     def create_inline_asm(self, asm: str, *arguments: Any) -> Any:
         """Nothing for instructions that order launches, which run in turn here; FP4 as float16."""
