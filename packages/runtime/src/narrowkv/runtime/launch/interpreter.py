@@ -123,11 +123,6 @@ class RepairedBuilder(stock.InterpreterBuilder):
         """Which program of the launch this thread runs."""
         return self._grid.idx  # type: ignore[no-any-return]
 
-    def create_fma(self, x: Any, y: Any, z: Any) -> Any:
-        """x y + z of float32, rounded once but for a double rounding in one of 2**29 cases."""
-        exact = x.data.astype(np.float64) * y.data + z.data
-        return stock.TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
-
     def create_inline_asm(self, asm: str, *arguments: Any) -> Any:
         """Nothing for instructions that order launches, which run in turn here; FP4 as float16."""
         if "v_cvt_scalef32_pk_f16_fp4" in asm:
@@ -184,10 +179,11 @@ class RepairedBuilder(stock.InterpreterBuilder):
         return stock.TensorHandle(_f32_to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
 
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
-        """One rounding in the wider type, one back."""
+        """The product is exact; the sum is rounded to float64, and then to the type."""
         dtype = z.dtype.scalar
-        result = super().create_fma(self._decoded(x), self._decoded(y), self._decoded(z))
-        return stock.TensorHandle(_encode(result.data, dtype), dtype) if _is_coded(dtype) else result
+        x, y, z = (self._decoded(each).data for each in (x, y, z))
+        result = (x.astype(np.float64) * y + z).astype(z.dtype)
+        return stock.TensorHandle(_encode(result, dtype) if _is_coded(dtype) else result, dtype)
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         """A matrix product of decoded operands."""

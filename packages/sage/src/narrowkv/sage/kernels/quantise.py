@@ -86,7 +86,8 @@ def largest(x, HAS_NAN: tl.constexpr):
     else:
         # Compared as integers, NaN is larger than Inf.
         bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        return tl.where(bits > 0x7F800000, 0x7F800000, tl.minimum(bits, 0x7F7FFFFF)).to(tl.float32, bitcast=True)
+        bits = tl.where(bits > 0x7F800000, 0x7F800000, tl.minimum(bits, 0x7F7FFFFF))
+        return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -108,7 +109,7 @@ def round_to_int(x):
 
 @triton.jit
 def quotients(x, y):
-    """x [M, N] over y [M, 1] or [1, N], rounded as a division rounds; 0 where y is NaN. x is finite.
+    """Of x [M, N] over y [M, 1] or [1, N], rounded as a division rounds; 0 where y is NaN. x is finite.
 
     A multiplication by the reciprocal and two corrections, whose remainders are exact (Markstein, IBM J. Res.
     Dev. 34, 1990): a third of the instructions of a division.
@@ -126,7 +127,7 @@ def quotients(x, y):
 
 @triton.jit
 def codes_of(x, descale, FORMAT: tl.constexpr):
-    """x [M, N] over descales [M, 1] or [1, N], rounded to the format as the host does; int4 two to a byte.
+    """Of x [M, N] over descales [M, 1] or [1, N], rounded to the format as by the host; int4 two to a byte.
 
     x is at most FORMAT_MAX times its descale, or infinite.
     """
