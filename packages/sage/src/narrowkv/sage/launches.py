@@ -66,6 +66,7 @@ _LOG2E = math.log2(math.e)
 # statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
 _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
 _QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
+_LEAST_BLOCK = 64
 _BOUNDS = LaunchOptions(num_warps=1, num_stages=1)
 _MEANS = LaunchOptions(num_warps=4, num_stages=1)
 _LISTS = LaunchOptions(num_warps=1, num_stages=1)
@@ -235,6 +236,14 @@ def _parts(plan: SageSettings) -> int:
     return min(16, 1 << max(-(-plan.shape.k_tokens // 256) - 1, 0).bit_length())
 
 
+def _block(plan: SageSettings, side: str) -> int:
+    """Tokens that a program quantises: whole groups, and whole blocks of smoothed queries."""
+    groups = plan.q_groups if side == "q" else plan.k_groups
+    if side == "q" and plan.smooth_q:
+        return ROW_ALIGNMENT
+    return max(_LEAST_BLOCK, 0 if groups is None else groups.span)
+
+
 def _groups(groups: TokenGroups | None) -> Groups:
     return Groups(0, 1, 1) if groups is None else Groups(groups.span, groups.groups, groups.run)
 
@@ -273,6 +282,7 @@ def _tokens(plan: SageSettings, side: str, *, shift: bool = False, measure: bool
         GQA_RATIO=plan.shape.gqa_ratio if is_q else 1, FORMAT=plan.qk_format,
         FORMAT_MAX=get_format(plan.qk_format).max_value, MEASURE=measure,
         GROUPS=_groups(plan.q_groups if is_q else plan.k_groups), HEAD_DIM=plan.shape.head_dim,
+        BLOCK=_block(plan, side),
     )  # fmt: skip
 
 
@@ -280,7 +290,7 @@ def _keys_values(plan: SageSettings) -> BoundLaunch:
     return plan.bind(
         _quantise_keys_values_kernel, _QUANTISE, RAGGED=plan.shape.ragged, SMOOTH=plan.smooth_k,
         FORMAT=plan.qk_format, FORMAT_MAX=get_format(plan.qk_format).max_value, GROUPS=_groups(plan.k_groups),
-        V_FORMAT=plan.config.fp8, ORDER=_order(plan), HEAD_DIM=plan.shape.head_dim,
+        V_FORMAT=plan.config.fp8, ORDER=_order(plan), HEAD_DIM=plan.shape.head_dim, BLOCK=_block(plan, "k"),
     )  # fmt: skip
 
 
@@ -362,19 +372,19 @@ def quantise_keys(
     smoothing = Smoothing(None, k_mean, None)
     amax = memory["amax"] if plan.k_groups is None else None
     narrow = Narrow(memory["k_codes"], memory["k_descale"], amax, rows)
-    items, blocks = size.batch * (2 if plan.smooth_k else 1), rows // ROW_ALIGNMENT
+    items, blocks = size.batch * (2 if plan.smooth_k else 1), rows // _block(plan, "k")
     measure, finish = _statistics(plan)
     steps: list[KernelLaunch | Clear] = [
         *_find_bounds(plan, "k", size, size.k_tokens, memory),
-        launch_by_name(measure, (_parts(plan) * items, heads), **tensors, **stats, **same),
+        launch_by_name(measure, (heads, _parts(plan) * items), **tensors, **stats, **same),
         launch_by_name(finish, (items, heads), **stats, **same),
     ]
     if amax is not None:
         largest = _tokens(plan, "k", measure=True)
         given = {"x": tensors["k"], "smoothing": smoothing, "out": narrow, "sm_scale": 0.0, **same}
-        steps += [Clear(amax, 1), launch_by_name(largest, (blocks, heads), **given)]
+        steps += [Clear(amax, 1), launch_by_name(largest, (heads, blocks), **given)]
     quantise = launch_by_name(
-        _keys_values(plan), (blocks, heads, 2), **tensors, smoothing=smoothing,
+        _keys_values(plan), (heads, blocks, 2), **tensors, smoothing=smoothing,
         v_descale_ptr=memory["v_descale"], k_out=narrow, v_out_ptr=memory["v_codes"], **same,
     )  # fmt: skip
     return [*steps, quantise]
@@ -400,9 +410,9 @@ def quantise_queries(
     }
     steps: list[KernelLaunch | Clear] = [*_find_bounds(plan, "q", size, size.q_tokens, memory)]
     if amax is not None:
-        measure = launch_by_name(_tokens(plan, "q", measure=True), (blocks, heads), **given)
+        measure = launch_by_name(_tokens(plan, "q", measure=True), (heads, rows // _block(plan, "q")), **given)
         steps += [Clear(amax, 1), measure]
-    steps.append(launch_by_name(_tokens(plan, "q", shift=shifts), (blocks, heads), **given))
+    steps.append(launch_by_name(_tokens(plan, "q", shift=shifts), (heads, rows // _block(plan, "q")), **given))
     if k_source is not None and plan.smooth_q:
         k_rows = size.rows(size.k_tokens)
         blocks_of_one = -(-size.q_tokens // ROW_ALIGNMENT)

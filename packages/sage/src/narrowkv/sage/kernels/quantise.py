@@ -119,10 +119,11 @@ def quotients(x, y):
     y = tl.where(known, y * factor, 0.0)
     inverse = tl.where(known, tl.div_rn(tl.zeros_like(y) + 1.0, y), 0.0)
     x = x * tl.broadcast_to(factor, x.shape)
-    inverse, y = tl.broadcast_to(inverse, x.shape), tl.broadcast_to(-y, x.shape)
+    inverse, y = tl.broadcast_to(inverse, x.shape), tl.broadcast_to(y, x.shape)
     q = x * inverse
-    q = tl.fma(tl.fma(y, q, x), inverse, q)
-    return tl.fma(tl.fma(y, q, x), inverse, q)
+    # Remainders with this sign keep -0.
+    q = tl.fma(-tl.fma(y, q, -x), inverse, q)
+    return tl.fma(-tl.fma(y, q, -x), inverse, q)
 
 
 @triton.jit
@@ -139,8 +140,7 @@ def codes_of(x, descale, FORMAT: tl.constexpr):
             codes = (low & 15) | (high << 4)
         return codes.to(tl.int8)
     else:
-        # -0, Inf and NaN stay what they are.
-        return cast_fp8(tl.where((x != 0.0) & (tl.abs(x) < float("inf")), quotients(x, descale), x), FORMAT)
+        return cast_fp8(tl.where(tl.abs(x) < float("inf"), quotients(x, descale), x), FORMAT)
 
 
 @triton.jit
@@ -219,10 +219,10 @@ def _channel_statistics_kernel(
 ):  # fmt: skip
     """Parts of V's descales and, where K is smoothed, its means.
 
-    Grid: PARTS times the batch of V, then of K; heads.
+    Grid: heads; PARTS times the batch of V, then of K.
     """
-    part, item = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
-    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    part, item = tl.program_id(1) % PARTS, tl.program_id(1) // PARTS
+    head, num_heads = tl.program_id(0), tl.num_programs(0)
     seqs = Sequences(bounds_ptr, batch, length)
     seq = item % batch
     if item < batch:
@@ -264,24 +264,24 @@ def quantise_tokens(
     x, seqs, smoothing, out, sm_scale, block, head, num_heads,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
     FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr, GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scratch block `block` of ALIGN tokens of Q or K: subtracts a mean, finds descales, rounds, stores.
+    """Scratch block `block` of BLOCK tokens of Q or K: subtracts a mean, finds descales, rounds, stores.
 
-    SMOOTH: "none", "sequence" (K's mean) or "block" (Q's, over these tokens). MEASURE: only finds `amax`.
-    GROUPS.SPAN 0: one descale, from `amax`.
+    SMOOTH: "none", "sequence" (K's mean) or "block" (Q's, over ALIGN tokens, which BLOCK is then).
+    MEASURE: only finds `amax`. GROUPS.SPAN 0: one descale, from `amax`.
     """
-    seq = sequence_at(seqs, block * ALIGN, RAGGED)
+    seq = sequence_at(seqs, block * BLOCK, RAGGED)
     base, start, length = extent_of(seqs, seq, RAGGED)
-    row = block * ALIGN + tl.arange(0, ALIGN)
+    row = block * BLOCK + tl.arange(0, BLOCK)
     inside = row - base < length
-    if block * ALIGN - base < length:
+    if block * BLOCK - base < length:
         d = tl.arange(0, HEAD_DIM)
         raw = load_tokens(x, seq, start, row - base, inside, head, HEAD_DIM)
         if SMOOTH == "sequence":
             mean = tl.load(smoothing.k_mean + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
         elif SMOOTH == "block":
-            count = tl.minimum(length - (block * ALIGN - base), ALIGN)
+            count = tl.minimum(length - (block * BLOCK - base), BLOCK)
             mean = mean_of(tl.sum(raw.to(tl.float64), 0), count)
             blocks = out.rows // ALIGN
             tl.store(smoothing.block_mean + (head.to(tl.int64) * blocks + block) * HEAD_DIM + d, mean)
@@ -303,12 +303,12 @@ def quantise_tokens(
             if GROUPS.SPAN == 0:
                 descale = descale_from(tl.load(out.amax).to(tl.float32, bitcast=True), FORMAT_MAX)
                 tl.store(out.descale, descale)
-                of_row = tl.zeros([ALIGN], tl.float32) + descale
+                of_row = tl.zeros([BLOCK], tl.float32) + descale
             else:
                 descale, of_row = group_descales(
                     smooth, FORMAT, FORMAT_MAX, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN
                 )
-                SPANS: tl.constexpr = ALIGN // GROUPS.SPAN
+                SPANS: tl.constexpr = BLOCK // GROUPS.SPAN
                 first = head.to(tl.int64) * (out.rows // GROUPS.SPAN * GROUPS.GROUPS) + block * (
                     SPANS * GROUPS.GROUPS
                 )
@@ -325,13 +325,13 @@ def _quantise_tokens_kernel(
     x, bounds_ptr, smoothing, out, sm_scale, batch, length,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
     FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr, GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`quantise_tokens` of Q, or the largest magnitude of Q or K. Grid: scratch rows / ALIGN, heads."""
+    """`quantise_tokens` of Q, or the largest magnitude of Q or K. Grid: heads, scratch rows / BLOCK."""
     quantise_tokens(
         x, Sequences(bounds_ptr, batch, length), smoothing, out, sm_scale,
-        tl.program_id(0), tl.program_id(1), tl.num_programs(1),
-        RAGGED, SMOOTH, WRITE_SHIFT, GQA_RATIO, FORMAT, FORMAT_MAX, MEASURE, GROUPS, HEAD_DIM,
+        tl.program_id(1), tl.program_id(0), tl.num_programs(0),
+        RAGGED, SMOOTH, WRITE_SHIFT, GQA_RATIO, FORMAT, FORMAT_MAX, MEASURE, GROUPS, HEAD_DIM, BLOCK,
     )  # fmt: skip
 
 
@@ -348,21 +348,22 @@ def key_at(position, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.conste
 def quantise_values(
     v, seqs, descale_ptr, out_ptr, rows, block, head, num_heads,
     RAGGED: tl.constexpr, FORMAT: tl.constexpr, ORDER: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scratch block `block` of ALIGN tokens of V, stored transposed, `[heads, head_dim, rows]`.
+    """Scratch block `block` of BLOCK tokens of V, stored transposed, `[heads, head_dim, rows]`.
 
     Matrix units take FP8 operands with the summed dimension contiguous.
     """
-    seq = sequence_at(seqs, block * ALIGN, RAGGED)
+    seq = sequence_at(seqs, block * BLOCK, RAGGED)
     base, start, length = extent_of(seqs, seq, RAGGED)
-    if block * ALIGN - base < length:
+    if block * BLOCK - base < length:
         d = tl.arange(0, HEAD_DIM)
-        position = tl.arange(0, ALIGN)
-        token = block * ALIGN - base + key_at(position, ORDER.GATHER, ORDER.LANES, ORDER.WIDTH)
+        position = tl.arange(0, BLOCK)
+        token = block * BLOCK - base + key_at(position, ORDER.GATHER, ORDER.LANES, ORDER.WIDTH)
         tile = load_tokens(v, seq, start, token, token < length, head, HEAD_DIM)
         descale = tl.load(descale_ptr + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
         codes = codes_of(tile, descale[None, :], FORMAT)
-        at = (head * HEAD_DIM + d).to(tl.int64)[:, None] * rows + (block * ALIGN + position)[None, :]
+        at = (head * HEAD_DIM + d).to(tl.int64)[:, None] * rows + (block * BLOCK + position)[None, :]
         tl.store(out_ptr + at, tl.trans(codes))
 
 
@@ -371,23 +372,25 @@ def _quantise_keys_values_kernel(
     k, v, bounds_ptr, smoothing, v_descale_ptr, k_out, v_out_ptr, batch, length,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr,
     GROUPS: tl.constexpr, V_FORMAT: tl.constexpr, ORDER: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of K or of V. Grid: scratch rows / ALIGN, heads, 2.
+    """A block of K or of V. Grid: heads, scratch rows / BLOCK, 2.
 
     From the last block to the first, and K before V: what the statistics read last may still be in the L2.
     """
     seqs = Sequences(bounds_ptr, batch, length)
-    num_heads = tl.num_programs(1)
-    block, head = tl.num_programs(0) - 1 - tl.program_id(0), num_heads - 1 - tl.program_id(1)
+    num_heads = tl.num_programs(0)
+    block, head = tl.num_programs(1) - 1 - tl.program_id(1), num_heads - 1 - tl.program_id(0)
     if tl.program_id(2) == 0:
         quantise_tokens(
             k, seqs, smoothing, k_out, 0.0, block, head, num_heads,
             RAGGED, "sequence" if SMOOTH else "none", False, 1, FORMAT, FORMAT_MAX, False, GROUPS, HEAD_DIM,
+            BLOCK,
         )  # fmt: skip
     else:
         quantise_values(
             v, seqs, v_descale_ptr, v_out_ptr, k_out.rows, block, head, num_heads,
-            RAGGED, V_FORMAT, ORDER, HEAD_DIM,
+            RAGGED, V_FORMAT, ORDER, HEAD_DIM, BLOCK,
         )  # fmt: skip
 
 
