@@ -376,16 +376,16 @@ def quantise_keys(
     measure, finish = _statistics(plan)
     steps: list[KernelLaunch | Clear] = [
         *_find_bounds(plan, "k", size, size.k_tokens, memory),
-        launch_by_name(measure, (heads, _parts(plan) * items), **tensors, **stats, **same),
+        launch_by_name(measure, (heads * _parts(plan) * items,), **tensors, **stats, **same, num_heads=heads),
         launch_by_name(finish, (items, heads), **stats, **same),
     ]
     if amax is not None:
         largest = _tokens(plan, "k", measure=True)
         given = {"x": tensors["k"], "smoothing": smoothing, "out": narrow, "sm_scale": 0.0, **same}
-        steps += [Clear(amax, 1), launch_by_name(largest, (heads, blocks), **given)]
+        steps += [Clear(amax, 1), launch_by_name(largest, (heads * blocks,), **given, num_heads=heads)]
     quantise = launch_by_name(
-        _keys_values(plan), (heads, blocks, 2), **tensors, smoothing=smoothing,
-        v_descale_ptr=memory["v_descale"], k_out=narrow, v_out_ptr=memory["v_codes"], **same,
+        _keys_values(plan), (heads * blocks, 2), **tensors, smoothing=smoothing,
+        v_descale_ptr=memory["v_descale"], k_out=narrow, v_out_ptr=memory["v_codes"], **same, num_heads=heads,
     )  # fmt: skip
     return [*steps, quantise]
 
@@ -397,6 +397,7 @@ def quantise_queries(
     """The steps that quantise `q`; `k_source` is K before its quantisation, where Q is smoothed."""
     heads, rows, bounds = size.num_qo_heads, size.rows(size.q_tokens), memory.get("q_bounds")
     blocks, shifts = rows // ROW_ALIGNMENT, plan.smooth_k and lse
+    grid = (heads * (rows // _block(plan, "q")),)
     amax = memory["amax"] if plan.q_groups is None else None
     mean = memory.get("q_mean")
     given = {
@@ -407,12 +408,13 @@ def quantise_queries(
         "sm_scale": plan.sm_scale,
         "batch": size.batch,
         "length": size.q_tokens,
+        "num_heads": heads,
     }
     steps: list[KernelLaunch | Clear] = [*_find_bounds(plan, "q", size, size.q_tokens, memory)]
     if amax is not None:
-        measure = launch_by_name(_tokens(plan, "q", measure=True), (heads, rows // _block(plan, "q")), **given)
+        measure = launch_by_name(_tokens(plan, "q", measure=True), grid, **given)
         steps += [Clear(amax, 1), measure]
-    steps.append(launch_by_name(_tokens(plan, "q", shift=shifts), (heads, rows // _block(plan, "q")), **given))
+    steps.append(launch_by_name(_tokens(plan, "q", shift=shifts), grid, **given))
     if k_source is not None and plan.smooth_q:
         k_rows = size.rows(size.k_tokens)
         blocks_of_one = -(-size.q_tokens // ROW_ALIGNMENT)

@@ -213,16 +213,16 @@ def mean_shift(x, k_mean_ptr, seq, kv_head, num_kv_heads, sm_scale):
 
 @triton.jit(do_not_specialize=SIZES)
 def _channel_statistics_kernel(
-    k, v, bounds_ptr, k_stats, v_stats, batch, length,
+    k, v, bounds_ptr, k_stats, v_stats, batch, length, num_heads,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Parts of V's descales and, where K is smoothed, its means.
 
-    Grid: heads; PARTS times the batch of V, then of K.
+    Grid: heads, times PARTS, times the batch of V, then of K.
     """
-    part, item = tl.program_id(1) % PARTS, tl.program_id(1) // PARTS
-    head, num_heads = tl.program_id(0), tl.num_programs(0)
+    head, item = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
+    part, item = item % PARTS, item // PARTS
     seqs = Sequences(bounds_ptr, batch, length)
     seq = item % batch
     if item < batch:
@@ -322,15 +322,15 @@ def quantise_tokens(
 
 @triton.jit(do_not_specialize=SIZES)
 def _quantise_tokens_kernel(
-    x, bounds_ptr, smoothing, out, sm_scale, batch, length,
+    x, bounds_ptr, smoothing, out, sm_scale, batch, length, num_heads,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
     FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr, GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`quantise_tokens` of Q, or the largest magnitude of Q or K. Grid: heads, scratch rows / BLOCK."""
+    """`quantise_tokens` of Q, or the largest magnitude of Q or K. Grid: heads times rows / BLOCK."""
     quantise_tokens(
         x, Sequences(bounds_ptr, batch, length), smoothing, out, sm_scale,
-        tl.program_id(1), tl.program_id(0), tl.num_programs(0),
+        tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, num_heads,
         RAGGED, SMOOTH, WRITE_SHIFT, GQA_RATIO, FORMAT, FORMAT_MAX, MEASURE, GROUPS, HEAD_DIM, BLOCK,
     )  # fmt: skip
 
@@ -369,19 +369,19 @@ def quantise_values(
 
 @triton.jit(do_not_specialize=SIZES)
 def _quantise_keys_values_kernel(
-    k, v, bounds_ptr, smoothing, v_descale_ptr, k_out, v_out_ptr, batch, length,
+    k, v, bounds_ptr, smoothing, v_descale_ptr, k_out, v_out_ptr, batch, length, num_heads,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr,
     GROUPS: tl.constexpr, V_FORMAT: tl.constexpr, ORDER: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of K or of V. Grid: heads, scratch rows / BLOCK, 2.
+    """A block of K or of V. Grid: heads times scratch rows / BLOCK, 2.
 
     From the last block to the first, and K before V: what the statistics read last may still be in the L2.
     """
     seqs = Sequences(bounds_ptr, batch, length)
-    num_heads = tl.num_programs(0)
-    block, head = tl.num_programs(1) - 1 - tl.program_id(1), num_heads - 1 - tl.program_id(0)
-    if tl.program_id(2) == 0:
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    block, head = place // num_heads, place % num_heads
+    if tl.program_id(1) == 0:
         quantise_tokens(
             k, seqs, smoothing, k_out, 0.0, block, head, num_heads,
             RAGGED, "sequence" if SMOOTH else "none", False, 1, FORMAT, FORMAT_MAX, False, GROUPS, HEAD_DIM,
