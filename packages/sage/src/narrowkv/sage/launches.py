@@ -61,12 +61,15 @@ Memory = Mapping[str, Any]
 
 _LOG2E = math.log2(math.e)
 # The kernels round exactly as the host does: a multiplication and an addition must not be fused.
-# H200, b2 h32 d128, 16k tokens: Q at 16 warps 173 us, 8 warps 188, 4 warps 264; statistics of K and V at 2
-# and 4 warps 138, 8 warps 147. At 4k K and V take 136 in all, 142 if the last part to arrive finishes the
-# statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
+# H200, b2 h32 d128, 16k tokens: statistics of K and V at 2 and 4 warps 138 us, 8 warps 147. At 4k K and V
+# took 136 in all, 142 if the last part to arrive finished the statistics; with statistics and blocks both at
+# 16 warps 378, in one launch where blocks waited 351 to 410.
 _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
-_QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
+# Tokens of a program, at least, and tokens of one of its warps. H200, the same at 2k: K and V, then Q, at 64
+# tokens and 4 warps 40 and 19 us, 8 warps 48 and 20, 16 warps 53 and 23; 128 tokens and 8 or 16 warps 59 and
+# 22; Q at 32 tokens and 4 warps 19.
 _LEAST_BLOCK = 64
+_TOKENS_OF_WARP = 16
 _BOUNDS = LaunchOptions(num_warps=1, num_stages=1)
 _MEANS = LaunchOptions(num_warps=4, num_stages=1)
 _LISTS = LaunchOptions(num_warps=1, num_stages=1)
@@ -244,6 +247,11 @@ def _block(plan: SageSettings, side: str) -> int:
     return max(_LEAST_BLOCK, 0 if groups is None else groups.span)
 
 
+def _quantise(plan: SageSettings, side: str) -> LaunchOptions:
+    warps = _block(plan, side) // _TOKENS_OF_WARP
+    return LaunchOptions(num_warps=warps, num_stages=1, enable_fp_fusion=False)
+
+
 def _groups(groups: TokenGroups | None) -> Groups:
     return Groups(0, 1, 1) if groups is None else Groups(groups.span, groups.groups, groups.run)
 
@@ -278,8 +286,8 @@ def _tokens(plan: SageSettings, side: str, *, shift: bool = False, measure: bool
     is_q = side == "q"
     smooth = ("block" if plan.smooth_q else "none") if is_q else "sequence" if plan.smooth_k else "none"
     return plan.bind(
-        _quantise_tokens_kernel, _QUANTISE, RAGGED=plan.shape.ragged, SMOOTH=smooth, WRITE_SHIFT=shift,
-        GQA_RATIO=plan.shape.gqa_ratio if is_q else 1, FORMAT=plan.qk_format,
+        _quantise_tokens_kernel, _quantise(plan, side), RAGGED=plan.shape.ragged, SMOOTH=smooth,
+        WRITE_SHIFT=shift, GQA_RATIO=plan.shape.gqa_ratio if is_q else 1, FORMAT=plan.qk_format,
         FORMAT_MAX=get_format(plan.qk_format).max_value, MEASURE=measure,
         GROUPS=_groups(plan.q_groups if is_q else plan.k_groups), HEAD_DIM=plan.shape.head_dim,
         BLOCK=_block(plan, side),
@@ -288,9 +296,10 @@ def _tokens(plan: SageSettings, side: str, *, shift: bool = False, measure: bool
 
 def _keys_values(plan: SageSettings) -> BoundLaunch:
     return plan.bind(
-        _quantise_keys_values_kernel, _QUANTISE, RAGGED=plan.shape.ragged, SMOOTH=plan.smooth_k,
+        _quantise_keys_values_kernel, _quantise(plan, "k"), RAGGED=plan.shape.ragged, SMOOTH=plan.smooth_k,
         FORMAT=plan.qk_format, FORMAT_MAX=get_format(plan.qk_format).max_value, GROUPS=_groups(plan.k_groups),
         V_FORMAT=plan.config.fp8, ORDER=_order(plan), HEAD_DIM=plan.shape.head_dim, BLOCK=_block(plan, "k"),
+        V_BLOCK=_LEAST_BLOCK,
     )  # fmt: skip
 
 
@@ -384,7 +393,7 @@ def quantise_keys(
         given = {"x": tensors["k"], "smoothing": smoothing, "out": narrow, "sm_scale": 0.0, **same}
         steps += [Clear(amax, 1), launch_by_name(largest, (heads * blocks,), **given, num_heads=heads)]
     quantise = launch_by_name(
-        _keys_values(plan), (heads * blocks, 2), **tensors, smoothing=smoothing,
+        _keys_values(plan), (heads * (blocks + rows // _LEAST_BLOCK),), **tensors, smoothing=smoothing,
         v_descale_ptr=memory["v_descale"], k_out=narrow, v_out_ptr=memory["v_codes"], **same, num_heads=heads,
     )  # fmt: skip
     return [*steps, quantise]

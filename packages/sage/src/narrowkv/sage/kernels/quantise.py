@@ -372,25 +372,26 @@ def _quantise_keys_values_kernel(
     k, v, bounds_ptr, smoothing, v_descale_ptr, k_out, v_out_ptr, batch, length, num_heads,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr,
     GROUPS: tl.constexpr, V_FORMAT: tl.constexpr, ORDER: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of K or of V. Grid: heads times scratch rows / BLOCK, 2.
+    """A block of K or of V. Grid: heads times the sum of scratch rows / BLOCK and / V_BLOCK.
 
     From the last block to the first, and K before V: what the statistics read last may still be in the L2.
     """
     seqs = Sequences(bounds_ptr, batch, length)
     place = tl.num_programs(0) - 1 - tl.program_id(0)
-    block, head = place // num_heads, place % num_heads
-    if tl.program_id(1) == 0:
+    head, block = place % num_heads, place // num_heads
+    v_blocks = k_out.rows // V_BLOCK
+    if block >= v_blocks:
         quantise_tokens(
-            k, seqs, smoothing, k_out, 0.0, block, head, num_heads,
+            k, seqs, smoothing, k_out, 0.0, block - v_blocks, head, num_heads,
             RAGGED, "sequence" if SMOOTH else "none", False, 1, FORMAT, FORMAT_MAX, False, GROUPS, HEAD_DIM,
             BLOCK,
         )  # fmt: skip
     else:
         quantise_values(
             v, seqs, v_descale_ptr, v_out_ptr, k_out.rows, block, head, num_heads,
-            RAGGED, V_FORMAT, ORDER, HEAD_DIM, BLOCK,
+            RAGGED, V_FORMAT, ORDER, HEAD_DIM, V_BLOCK,
         )  # fmt: skip
 
 
