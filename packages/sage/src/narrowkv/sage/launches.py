@@ -65,11 +65,11 @@ _LOG2E = math.log2(math.e)
 # took 136 in all, 142 if the last part to arrive finished the statistics; with statistics and blocks both at
 # 16 warps 378, in one launch where blocks waited 351 to 410.
 _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
-# Tokens of a program, at least, and tokens of one of its warps. H200, the same at 2k: K and V, then Q, at 64
-# tokens and 4 warps 40 and 19 us, 8 warps 48 and 20, 16 warps 53 and 23; 128 tokens and 8 or 16 warps 59 and
-# 22; Q at 32 tokens and 4 warps 19.
+# Tokens that a program quantises, at least. H200, the same at 2k: K and V, then Q, at 64 tokens and 4 warps
+# 40 and 19 us, 8 warps 48 and 20, 16 warps 53 and 23; 128 tokens and 8 or 16 warps 59 and 22; Q at 32 tokens
+# and 4 warps 19. Model: gfx950 at 64 tokens and 4 warps 23 and 13, 8 warps 19 and 9, 16 warps 25 and 12; 128
+# tokens and 8 warps 19 and 9. gfx942 at 64 tokens and 4 warps 22 and 8, 8 warps 22 and 10.
 _LEAST_BLOCK = 64
-_TOKENS_OF_WARP = 16
 _BOUNDS = LaunchOptions(num_warps=1, num_stages=1)
 _MEANS = LaunchOptions(num_warps=4, num_stages=1)
 _LISTS = LaunchOptions(num_warps=1, num_stages=1)
@@ -240,15 +240,15 @@ def _parts(plan: SageSettings) -> int:
 
 
 def _block(plan: SageSettings, side: str) -> int:
-    """Tokens that a program quantises: whole groups, and whole blocks of smoothed queries."""
+    """Tokens of Q or K that a program quantises: whole groups, and whole blocks of smoothed queries."""
     groups = plan.q_groups if side == "q" else plan.k_groups
     if side == "q" and plan.smooth_q:
         return ROW_ALIGNMENT
     return max(_LEAST_BLOCK, 0 if groups is None else groups.span)
 
 
-def _quantise(plan: SageSettings, side: str) -> LaunchOptions:
-    warps = _block(plan, side) // _TOKENS_OF_WARP
+def _quantising(plan: SageSettings, side: str) -> LaunchOptions:
+    warps = _block(plan, side) // (16 if plan.target.is_nvidia else 8)
     return LaunchOptions(num_warps=warps, num_stages=1, enable_fp_fusion=False)
 
 
@@ -286,7 +286,7 @@ def _tokens(plan: SageSettings, side: str, *, shift: bool = False, measure: bool
     is_q = side == "q"
     smooth = ("block" if plan.smooth_q else "none") if is_q else "sequence" if plan.smooth_k else "none"
     return plan.bind(
-        _quantise_tokens_kernel, _quantise(plan, side), RAGGED=plan.shape.ragged, SMOOTH=smooth,
+        _quantise_tokens_kernel, _quantising(plan, side), RAGGED=plan.shape.ragged, SMOOTH=smooth,
         WRITE_SHIFT=shift, GQA_RATIO=plan.shape.gqa_ratio if is_q else 1, FORMAT=plan.qk_format,
         FORMAT_MAX=get_format(plan.qk_format).max_value, MEASURE=measure,
         GROUPS=_groups(plan.q_groups if is_q else plan.k_groups), HEAD_DIM=plan.shape.head_dim,
@@ -296,7 +296,7 @@ def _tokens(plan: SageSettings, side: str, *, shift: bool = False, measure: bool
 
 def _keys_values(plan: SageSettings) -> BoundLaunch:
     return plan.bind(
-        _quantise_keys_values_kernel, _quantise(plan, "k"), RAGGED=plan.shape.ragged, SMOOTH=plan.smooth_k,
+        _quantise_keys_values_kernel, _quantising(plan, "k"), RAGGED=plan.shape.ragged, SMOOTH=plan.smooth_k,
         FORMAT=plan.qk_format, FORMAT_MAX=get_format(plan.qk_format).max_value, GROUPS=_groups(plan.k_groups),
         V_FORMAT=plan.config.fp8, ORDER=_order(plan), HEAD_DIM=plan.shape.head_dim, BLOCK=_block(plan, "k"),
         V_BLOCK=_LEAST_BLOCK,
@@ -381,7 +381,8 @@ def quantise_keys(
     smoothing = Smoothing(None, k_mean, None)
     amax = memory["amax"] if plan.k_groups is None else None
     narrow = Narrow(memory["k_codes"], memory["k_descale"], amax, rows)
-    items, blocks = size.batch * (2 if plan.smooth_k else 1), rows // _block(plan, "k")
+    items, k_blocks = size.batch * (2 if plan.smooth_k else 1), rows // _block(plan, "k")
+    blocks = k_blocks + rows // _LEAST_BLOCK
     measure, finish = _statistics(plan)
     steps: list[KernelLaunch | Clear] = [
         *_find_bounds(plan, "k", size, size.k_tokens, memory),
@@ -391,9 +392,9 @@ def quantise_keys(
     if amax is not None:
         largest = _tokens(plan, "k", measure=True)
         given = {"x": tensors["k"], "smoothing": smoothing, "out": narrow, "sm_scale": 0.0, **same}
-        steps += [Clear(amax, 1), launch_by_name(largest, (heads * blocks,), **given, num_heads=heads)]
+        steps += [Clear(amax, 1), launch_by_name(largest, (heads * k_blocks,), **given, num_heads=heads)]
     quantise = launch_by_name(
-        _keys_values(plan), (heads * (blocks + rows // _LEAST_BLOCK),), **tensors, smoothing=smoothing,
+        _keys_values(plan), (heads * blocks,), **tensors, smoothing=smoothing,
         v_descale_ptr=memory["v_descale"], k_out=narrow, v_out_ptr=memory["v_codes"], **same, num_heads=heads,
     )  # fmt: skip
     return [*steps, quantise]
