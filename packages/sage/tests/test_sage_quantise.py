@@ -6,11 +6,14 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from narrowkv.quant.quantize import quantize_per_channel
 from narrowkv.quant.sage import SAGE_GRANULARITIES, block_mean, quantize_per_token_group, token_mean
-from narrowkv.runtime.launch import run_as
+from narrowkv.runtime.launch import LaunchOptions, launch, run_as
 from narrowkv.sage import plan_sage
+from narrowkv.sage.kernels.quantise import quotients
 from narrowkv.sage.launches import as_stored
 from narrowkv.sage.prequantized import key_positions
 from narrowkv.sage.reference import ranges_of, scratch_rows
@@ -126,6 +129,29 @@ def test_strided_heads_and_tokens(device):
     for view, x in zip(views, case.build(device), strict=False):
         view.copy_(x)
     check_prepass(case, device, tensors=(*views, None, None))
+
+
+@triton.jit
+def _quotients_kernel(x_ptr, y_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr):
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    at = row[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out_ptr + at, quotients(tl.load(x_ptr + at), tl.load(y_ptr + row)[:, None]))
+
+
+def test_quotients_are_rounded_as_divisions(device):
+    """Divisors of every size that descales have, hard ones among them, and dividends near halves of them."""
+    random = torch.Generator().manual_seed(0)
+    bits = torch.randint(1 << 23, 0x7C000000, (1024,), generator=random, dtype=torch.int32)
+    bits[:256] |= 0x7FFFFF  # all ones, and almost
+    bits[:128] -= torch.arange(128, dtype=torch.int32)
+    y = bits.view(torch.float32)
+    x = y[:, None] * (torch.randint(-255, 256, (1024, 64), generator=random) / 2)
+    x[:, 32:] = x[:, 32:].nextafter(torch.zeros(()))
+    x[:, 48:] = y[:, None] * (torch.rand(1024, 16, generator=random) * 254 - 127)
+    out = torch.empty_like(x, device=device)
+    args = (x.to(device), y.to(device), out)
+    launch(_quotients_kernel, (32, 1, 1), args, {"M": 32, "N": 64}, LaunchOptions(enable_fp_fusion=False))
+    assert torch.equal(out.cpu(), x / y[:, None])
 
 
 @pytest.mark.parametrize("qk_dtype", PRECISIONS)

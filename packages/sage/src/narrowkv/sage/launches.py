@@ -61,11 +61,15 @@ Memory = Mapping[str, Any]
 
 _LOG2E = math.log2(math.e)
 # The kernels round exactly as the host does: a multiplication and an addition must not be fused.
-# H200, b2 h32 d128, 16k tokens: Q at 16 warps 173 us, 8 warps 188, 4 warps 264; statistics of K and V at 2
-# and 4 warps 138, 8 warps 147. At 4k K and V take 136 in all, 142 if the last part to arrive finishes the
-# statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
+# H200, b2 h32 d128, 16k tokens: statistics of K and V at 2 and 4 warps 138 us, 8 warps 147. At 4k K and V
+# took 136 in all, 142 if the last part to arrive finished the statistics; with statistics and blocks both at
+# 16 warps 378, in one launch where blocks waited 351 to 410.
 _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
-_QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
+# Tokens that a program quantises, at least. H200, the same at 2k: K and V, then Q, at 64 tokens and 4 warps
+# 40 and 19 us, 8 warps 48 and 20, 16 warps 53 and 23; 128 tokens and 8 or 16 warps 59 and 22; Q at 32 tokens
+# and 4 warps 19. Model: gfx950 at 64 tokens and 4 warps 23 and 13, 8 warps 19 and 9, 16 warps 25 and 12; 128
+# tokens and 8 warps 19 and 9. gfx942 at 64 tokens and 4 warps 22 and 8, 8 warps 22 and 10.
+_LEAST_BLOCK = 64
 _BOUNDS = LaunchOptions(num_warps=1, num_stages=1)
 _MEANS = LaunchOptions(num_warps=4, num_stages=1)
 _LISTS = LaunchOptions(num_warps=1, num_stages=1)
@@ -235,6 +239,19 @@ def _parts(plan: SageSettings) -> int:
     return min(16, 1 << max(-(-plan.shape.k_tokens // 256) - 1, 0).bit_length())
 
 
+def _block(plan: SageSettings, side: str) -> int:
+    """Tokens of Q or K that a program quantises: whole groups, and whole blocks of smoothed queries."""
+    groups = plan.q_groups if side == "q" else plan.k_groups
+    if side == "q" and plan.smooth_q:
+        return ROW_ALIGNMENT
+    return max(_LEAST_BLOCK, 0 if groups is None else groups.span)
+
+
+def _quantising(plan: SageSettings, side: str) -> LaunchOptions:
+    warps = _block(plan, side) // (16 if plan.target.is_nvidia else 8)
+    return LaunchOptions(num_warps=warps, num_stages=1, enable_fp_fusion=False)
+
+
 def _groups(groups: TokenGroups | None) -> Groups:
     return Groups(0, 1, 1) if groups is None else Groups(groups.span, groups.groups, groups.run)
 
@@ -269,18 +286,20 @@ def _tokens(plan: SageSettings, side: str, *, shift: bool = False, measure: bool
     is_q = side == "q"
     smooth = ("block" if plan.smooth_q else "none") if is_q else "sequence" if plan.smooth_k else "none"
     return plan.bind(
-        _quantise_tokens_kernel, _QUANTISE, RAGGED=plan.shape.ragged, SMOOTH=smooth, WRITE_SHIFT=shift,
-        GQA_RATIO=plan.shape.gqa_ratio if is_q else 1, FORMAT=plan.qk_format,
+        _quantise_tokens_kernel, _quantising(plan, side), RAGGED=plan.shape.ragged, SMOOTH=smooth,
+        WRITE_SHIFT=shift, GQA_RATIO=plan.shape.gqa_ratio if is_q else 1, FORMAT=plan.qk_format,
         FORMAT_MAX=get_format(plan.qk_format).max_value, MEASURE=measure,
         GROUPS=_groups(plan.q_groups if is_q else plan.k_groups), HEAD_DIM=plan.shape.head_dim,
+        BLOCK=_block(plan, side),
     )  # fmt: skip
 
 
 def _keys_values(plan: SageSettings) -> BoundLaunch:
     return plan.bind(
-        _quantise_keys_values_kernel, _QUANTISE, RAGGED=plan.shape.ragged, SMOOTH=plan.smooth_k,
+        _quantise_keys_values_kernel, _quantising(plan, "k"), RAGGED=plan.shape.ragged, SMOOTH=plan.smooth_k,
         FORMAT=plan.qk_format, FORMAT_MAX=get_format(plan.qk_format).max_value, GROUPS=_groups(plan.k_groups),
-        V_FORMAT=plan.config.fp8, ORDER=_order(plan), HEAD_DIM=plan.shape.head_dim,
+        V_FORMAT=plan.config.fp8, ORDER=_order(plan), HEAD_DIM=plan.shape.head_dim, BLOCK=_block(plan, "k"),
+        V_BLOCK=_LEAST_BLOCK,
     )  # fmt: skip
 
 
@@ -362,20 +381,21 @@ def quantise_keys(
     smoothing = Smoothing(None, k_mean, None)
     amax = memory["amax"] if plan.k_groups is None else None
     narrow = Narrow(memory["k_codes"], memory["k_descale"], amax, rows)
-    items, blocks = size.batch * (2 if plan.smooth_k else 1), rows // ROW_ALIGNMENT
+    items, k_blocks = size.batch * (2 if plan.smooth_k else 1), rows // _block(plan, "k")
+    blocks = k_blocks + rows // _LEAST_BLOCK
     measure, finish = _statistics(plan)
     steps: list[KernelLaunch | Clear] = [
         *_find_bounds(plan, "k", size, size.k_tokens, memory),
-        launch_by_name(measure, (_parts(plan) * items, heads), **tensors, **stats, **same),
+        launch_by_name(measure, (heads * _parts(plan) * items,), **tensors, **stats, **same, num_heads=heads),
         launch_by_name(finish, (items, heads), **stats, **same),
     ]
     if amax is not None:
         largest = _tokens(plan, "k", measure=True)
         given = {"x": tensors["k"], "smoothing": smoothing, "out": narrow, "sm_scale": 0.0, **same}
-        steps += [Clear(amax, 1), launch_by_name(largest, (blocks, heads), **given)]
+        steps += [Clear(amax, 1), launch_by_name(largest, (heads * k_blocks,), **given, num_heads=heads)]
     quantise = launch_by_name(
-        _keys_values(plan), (blocks, heads, 2), **tensors, smoothing=smoothing,
-        v_descale_ptr=memory["v_descale"], k_out=narrow, v_out_ptr=memory["v_codes"], **same,
+        _keys_values(plan), (heads * blocks,), **tensors, smoothing=smoothing,
+        v_descale_ptr=memory["v_descale"], k_out=narrow, v_out_ptr=memory["v_codes"], **same, num_heads=heads,
     )  # fmt: skip
     return [*steps, quantise]
 
@@ -387,6 +407,7 @@ def quantise_queries(
     """The steps that quantise `q`; `k_source` is K before its quantisation, where Q is smoothed."""
     heads, rows, bounds = size.num_qo_heads, size.rows(size.q_tokens), memory.get("q_bounds")
     blocks, shifts = rows // ROW_ALIGNMENT, plan.smooth_k and lse
+    grid = (heads * (rows // _block(plan, "q")),)
     amax = memory["amax"] if plan.q_groups is None else None
     mean = memory.get("q_mean")
     given = {
@@ -397,12 +418,13 @@ def quantise_queries(
         "sm_scale": plan.sm_scale,
         "batch": size.batch,
         "length": size.q_tokens,
+        "num_heads": heads,
     }
     steps: list[KernelLaunch | Clear] = [*_find_bounds(plan, "q", size, size.q_tokens, memory)]
     if amax is not None:
-        measure = launch_by_name(_tokens(plan, "q", measure=True), (blocks, heads), **given)
+        measure = launch_by_name(_tokens(plan, "q", measure=True), grid, **given)
         steps += [Clear(amax, 1), measure]
-    steps.append(launch_by_name(_tokens(plan, "q", shift=shifts), (blocks, heads), **given))
+    steps.append(launch_by_name(_tokens(plan, "q", shift=shifts), grid, **given))
     if k_source is not None and plan.smooth_q:
         k_rows = size.rows(size.k_tokens)
         blocks_of_one = -(-size.q_tokens // ROW_ALIGNMENT)

@@ -11,6 +11,7 @@ The stock interpreter computes some things wrongly (seen in Triton 3.8 and 3.9);
 
 * bfloat16 values are held as raw 16-bit integers, and both arithmetic and `tl.dot` use those integers;
 * float32 and bfloat16 to FP8 rounds half away from zero on the truncated tail and does not saturate;
+* a fused multiply-add rounds twice;
 * FP8 E4M3FNUZ reads its NaN (0x80) as -0, and E4M3FN its NaN (0x7F, 0xFF) as 480.
 """
 
@@ -178,10 +179,11 @@ class RepairedBuilder(stock.InterpreterBuilder):
         return stock.TensorHandle(_f32_to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
 
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
-        """One rounding in the wider type, one back."""
+        """The product is exact; the sum is rounded to float64, and then to the type."""
         dtype = z.dtype.scalar
-        result = super().create_fma(self._decoded(x), self._decoded(y), self._decoded(z))
-        return stock.TensorHandle(_encode(result.data, dtype), dtype) if _is_coded(dtype) else result
+        x, y, z = (self._decoded(each).data for each in (x, y, z))
+        result = (x.astype(np.float64) * y + z).astype(z.dtype)
+        return stock.TensorHandle(_encode(result, dtype) if _is_coded(dtype) else result, dtype)
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         """A matrix product of decoded operands."""
