@@ -204,7 +204,9 @@ _HOPPER_ROWS = (
         "Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4. H200, 1024 "
         "tokens, top-k 2048, microseconds. 16-bit rows, 16 heads: the kernel for few heads 350, the plain "
         "one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266"),
-    ConfigRow({"few": True}, SparseTile(64, _options(4, 1), stages=2),
+    ConfigRow({"heads": 64, "kernel": "16bit", "head_dim": 576}, SparseTile(32, _options(8, 1), stages=3, heads=64),
+        ""),
+    ConfigRow({"heads": (16, 32), "few": True}, SparseTile(64, _options(4, 1), stages=2),
         "Q of 32 heads and two tiles of 576 columns take 193 of 227 KB; three tiles, or 64 heads, do not "
         "fit"),
     ConfigRow({"heads": 32, "fine_scales": False}, SparseTile(64, _options(4, 1), stages=2),
@@ -318,12 +320,15 @@ _CPU_ROWS = (ConfigRow({}, SparseTile(64, LaunchOptions())),)
 # Registers of a thread that computes scores, and of one that gathers, in Hopper's kernel for few heads over
 # FP8 rows, by heads of a tile and by whether no other kernel reads the rows: with 128 those that gather 576
 # columns would spill.
-_FEW_HEADS_REGISTERS = {(16, False): (128, 128), (16, True): (96, 152), (32, True): (80, 136)}
+_FEW_HEADS_REGISTERS = {
+    (16, False, False): (128, 128), (16, True, False): (96, 152), (32, True, False): (80, 136),
+    (16, True, True): (112, 128), (32, True, True): (128, 104),
+}  # fmt: skip
 
 
-def few_heads_registers(block_h: int, is_fp8: bool, few: bool) -> tuple[int, int]:
+def few_heads_registers(block_h: int, is_fp8: bool, few: bool, apart: bool) -> tuple[int, int]:
     """Registers of a thread that computes scores, and of one that gathers, in the kernel for few heads."""
-    return _FEW_HEADS_REGISTERS.get((block_h, few), (104, 112)) if is_fp8 else (168, 168)
+    return _FEW_HEADS_REGISTERS.get((block_h, few, apart), (104, 112)) if is_fp8 else (168, 168)
 
 
 # Tiles of a program from which on a kernel for Hopper is faster than the portable one, by kernel and by
@@ -365,9 +370,8 @@ def specialised_config(
     # The kernels for Hopper take a query in bf16.
     fine_scales = any(layout.group < 64 for layout in layouts)
     few = head_dim > HEAD_DIM or any(layout.has_one_scale for layout in layouts)
-    if few and head_dim == HEAD_DIM and heads > 32:
-        return None  # H200, one scale, 64 and 128 heads: 328 and 656 us, the portable kernel 312 and 593
-    heads = min(heads, 32) if few else heads
+    if any(layout.scale == "fp32" for layout in layouts):
+        heads = min(heads, 32)
     facts = {"kernel": kernel, "heads": heads, "fine_scales": fine_scales, "head_dim": head_dim, "few": few}
     return _config(kernel, choice_for(_HOPPER_ROWS, facts), heads, family="hopper")
 

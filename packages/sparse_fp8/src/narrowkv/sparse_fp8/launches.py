@@ -154,6 +154,7 @@ def _hopper_kernel(
     from narrowkv.sparse_fp8.kernels.hopper.sixteen_bit import _sparse_hopper_kernel
 
     rows = [each for each in (prefix, extend) if each is not None]
+    apart = rows[0].is_quantized and LAYOUTS[rows[0].layout].scale == "fp32"
     far = any(each.offsets_64_bit for each in rows)
     kernel: Any
     if config.block_h < 64:
@@ -175,9 +176,10 @@ def _hopper_kernel(
         config.stages,
         _SLACK[query.dtype],
         _HEADROOM[query.dtype],
-        *few_heads_registers(config.block_h, rows[0].is_quantized, _only_few_heads(rows[0], call)),
+        *few_heads_registers(config.block_h, rows[0].is_quantized, _only_few_heads(rows[0], call), apart),
         call.PAGES,
         call.HEAD_DIM,
+        HEAD_DIM // rows[0].scale_group if apart else 1,
     )
     return kernel, {"CALL": constexprs}
 

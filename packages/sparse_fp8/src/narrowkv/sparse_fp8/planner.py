@@ -285,9 +285,9 @@ def suits_specialised(
     own_scales = all(each.scale_group == layout.group for each, layout in zip(rows, layouts, strict=True))
     alike = native and own_scales and len(kinds) == 1
     first = layouts[0]
-    if first.has_one_scale:
-        return alike and len(rows) == 1
-    return alike and first.group in (32, 64) and first.scale != "fp32" and first.head_dim == HEAD_DIM
+    if first.head_dim > HEAD_DIM or first.has_one_scale:
+        return alike and len(rows) == 1 and first.scale in ("tensor", "fp32") 
+    return alike and first.group in (32, 64) and first.scale != "fp32"
 
 
 def check_formats(mode: str, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None) -> None:

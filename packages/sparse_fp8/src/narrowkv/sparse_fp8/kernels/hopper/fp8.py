@@ -43,6 +43,7 @@ from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _make_writes_visible,
     _name_item,
     _next_item,
+    _one_scale,
     _select_source,
     _softmax_tile,
     _store_results,
@@ -69,6 +70,7 @@ class Fp8Shared(NamedTuple):
     query_a: Any
     query_b: Any
     tiles: Any
+    rope: Any
     stored: Any
     scales: Any
     numerators: Any
@@ -203,7 +205,7 @@ def _copy_tile(args, shared, number, CALL: gl.constexpr):
     _copy_part(shared.stored, rows, number, 1)
     _copy_part(shared.stored, rows, number, 5)
     _copy_part(shared.stored, rows, number, 3)
-    if CALL.PREFIX.ROPE == "":
+    if CALL.PREFIX.COLUMNS == 512:
         _copy_part(shared.stored, rows, number, 7)
     async_copy.mbarrier_arrive(shared.filled, increment_count=False)
     _copy_first_parts(args, shared, number + 1, CALL)
@@ -222,20 +224,32 @@ def _copy_rope(args, shared, number, CALL: gl.constexpr):
 
 
 @gluon.jit
+def _load_rope(args, shared, number, CALL: gl.constexpr):
+    """Words of the RoPE columns of tile `number`, which are in FP8."""
+    BYTES: gl.constexpr = _bytes_layout()
+    _, rope, live = _locate_tile(args, shared, number, BYTES, CALL)
+    w = gl.arange(0, 16, gl.SliceLayout(0, BYTES))
+    at = gl.multiple_of(_words(rope)[:, None] + w[None, :], [16, 16])  # see `_copy_rows`
+    return gl.load(at, mask=live[:, None], other=0)
+
+
+@gluon.jit
 def _widen_part(number, shared, t: gl.constexpr, STORED: gl.constexpr):
     """Widens 64 stored columns to bf16."""
     BYTES: gl.constexpr = _bytes_layout()
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
-    own = shared.scales.index(number % 4)
-    if STORED.GROUP == 64:
-        scale = own.slice(t, 1, dim=1).load(BYTES)
+    words = _part(shared.stored, number, t).load(BYTES)
+    if STORED.SCALE == "tensor":
+        scale = gl.full([words.shape[0], 1], 1.0, gl.bfloat16, BYTES)  # it multiplies scores and results
+    elif STORED.GROUP == 64:
+        scale = shared.scales.index(number % 4).slice(t, 1, dim=1).load(BYTES)
     else:
         # Bit 3 of a word's number is the same in all words of a thread.
         second = (gl.arange(0, 16, gl.SliceLayout(0, BYTES)) & 8) != 0
+        own = shared.scales.index(number % 4)
         first_scale = own.slice(2 * t, 1, dim=1).load(BYTES)
         second_scale = own.slice(2 * t + 1, 1, dim=1).load(BYTES)
         scale = gl.where(second[None, :], second_scale, first_scale)
-    words = _part(shared.stored, number, t).load(BYTES)
     pairs = reinterpret(shared.tiles[t // 2].index(number % 2), gl.int32, [words.shape[0], 64], PAIRS)
     pairs.slice(t % 2 * 32, 32, dim=1).store(_widen(words, scale))
 
@@ -251,7 +265,7 @@ def _widen_half(number, shared, HALF: gl.constexpr, STORED: gl.constexpr):
     _widen_part(number, shared, 4 * HALF + 1, STORED)
     if HALF == 0:
         _widen_part(number, shared, 3, STORED)
-    elif STORED.ROPE == "":
+    elif STORED.COLUMNS == 512:
         _widen_part(number, shared, 7, STORED)
 
 
@@ -302,14 +316,17 @@ def _look_up(args, shared, ahead, number, CALL: gl.constexpr):
     PLACES: gl.constexpr = 16 if COUNT == 16 else 8
     SCALES: gl.constexpr = gl.BlockedLayout([1, PLACES // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     shared.slots.index(number % 4).store(_row_codes(args, ahead, CALL))
-    index = shared.slots.index(number % 4).load(gl.SliceLayout(1, SCALES))
-    first, index = _decode(index, CALL)
-    live, _, _, scale_at = _locate_rows(args, first, index, CALL)
-    t = gl.arange(0, PLACES, gl.SliceLayout(0, SCALES))
-    rows = _select_source(first, args.prefix.scale, args.extend.scale, CALL) + scale_at
-    mask = live[:, None] & (t < COUNT)[None, :]
-    ONE: gl.constexpr = ONE_AS_E8M0 if STORED.SCALE == "e8m0" else ONE_AS_WORD
-    return gl.load(rows[:, None] + (t * STORED.STEP)[None, :], mask=mask, other=ONE)
+    if STORED.SCALE == "tensor":
+        return 0
+    else:
+        index = shared.slots.index(number % 4).load(gl.SliceLayout(1, SCALES))
+        first, index = _decode(index, CALL)
+        live, _, _, scale_at = _locate_rows(args, first, index, CALL)
+        t = gl.arange(0, PLACES, gl.SliceLayout(0, SCALES))
+        rows = _select_source(first, args.prefix.scale, args.extend.scale, CALL) + scale_at
+        mask = live[:, None] & (t < COUNT)[None, :]
+        ONE: gl.constexpr = ONE_AS_E8M0 if STORED.SCALE == "e8m0" else ONE_AS_WORD
+        return gl.load(rows[:, None] + (t * STORED.STEP)[None, :], mask=mask, other=ONE)
 
 
 @gluon.jit
@@ -320,6 +337,13 @@ def _as_bf16(scale):
     else:
         scale = scale.to(gl.float32, bitcast=True)
     return scale.to(gl.bfloat16)
+
+
+@gluon.jit
+def _store_scales(shared, number, scale, CALL: gl.constexpr):
+    """Stores what `_look_up` loaded for tile `number`."""
+    if CALL.PREFIX.SCALE != "tensor":
+        shared.scales.index(number % 4).store(_as_bf16(scale))
 
 
 @gluon.jit
@@ -345,8 +369,7 @@ def _sum_fp8_warps(args, shared, HALF: gl.constexpr, CALL: gl.constexpr):
         stream = _begin_stream(args, CALL)
         for number in range(4):
             ahead, stream = _next_indices(args, stream, r, CALL)
-            scale = _look_up(args, shared, ahead, number, CALL)
-            shared.scales.index(number).store(_as_bf16(scale))
+            _store_scales(shared, number, _look_up(args, shared, ahead, number, CALL), CALL)
         ahead, stream = _next_indices(args, stream, r, CALL)
         gl.barrier()
         mbarrier.arrive(shared.looked_up, count=1)
@@ -388,7 +411,7 @@ def _sum_fp8_warps(args, shared, HALF: gl.constexpr, CALL: gl.constexpr):
                 ahead, stream = _next_indices(args, stream, r, CALL)
             _widen_half(count + 2, shared, HALF, CALL.PREFIX)
             if LOOKS_UP:
-                shared.scales.index(count % 4).store(_as_bf16(scale))
+                _store_scales(shared, count, scale, CALL)
             _make_writes_visible()
             mbarrier.arrive(shared.widened.index(stage), count=1)
             count += 1
@@ -396,6 +419,8 @@ def _sum_fp8_warps(args, shared, HALF: gl.constexpr, CALL: gl.constexpr):
         last = next_last
         factor = _take_factors(shared, turn, ROW)
         item = _name_item(args, number, CALL)
+        if CALL.PREFIX.SCALE == "tensor":
+            acc_a, acc_b = acc_a * _one_scale(args, CALL), acc_b * _one_scale(args, CALL)
         _store_results(acc_a, factor, args, item, HALF * 256, CALL)
         _store_results(acc_b, factor, args, item, HALF * 256 + 128, CALL)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
@@ -423,16 +448,21 @@ def _change_layout(buffer, x, LAYOUT: gl.constexpr):
 @gluon.jit
 def _score_fp8_warps(args, shared, CALL: gl.constexpr):
     """Copies the rows; QK; the softmax."""
-    ALL_STORED: gl.constexpr = CALL.PREFIX.ROPE == ""
+    ALL_STORED: gl.constexpr = CALL.PREFIX.COLUMNS == 512
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    BYTES: gl.constexpr = _bytes_layout()
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
     zeros = gl.full([CALL.BLOCK_H, CALL.BLOCK_K], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
+    qk_scale = args.qk_scale * _one_scale(args, CALL)
     mbarrier.wait(shared.looked_up, 0)
     if not ALL_STORED:
         _copy_rope(args, shared, 0, CALL)
+    if CALL.HEAD_DIM > 512:
+        rope = _load_rope(args, shared, 0, CALL)
     _copy_first_parts(args, shared, 0, CALL)
     for number in range(2):
         _copy_tile(args, shared, number, CALL)
@@ -449,14 +479,21 @@ def _score_fp8_warps(args, shared, CALL: gl.constexpr):
         mbarrier.wait(shared.summed, count & 1 ^ 1)
         if ALL_STORED:
             query_b_last = _change_layout(shared.numerators, part_b, QUERY)
+        if CALL.HEAD_DIM > 512:
+            part_e = _load_query(rows + 512, args.q.stride_h, item[1], COPY, CALL)
         query_c = _change_layout(shared.numerators, part_c, QUERY)
         query_d = _change_layout(shared.numerators, part_d, QUERY)
+        if CALL.HEAD_DIM > 512:
+            query_e = _change_layout(shared.numerators, part_e, QUERY)
         m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, ROW)
         l = gl.full([CALL.BLOCK_H], 0.0, gl.float32, ROW)
         for tile in range(item[3]):
             stage = count % 2
             # RoPE has come, and Q before the first tile.
             async_copy.wait_group(0)
+            if CALL.HEAD_DIM > 512:
+                target = reinterpret(shared.rope, gl.int32, [CALL.BLOCK_K, 32], PAIRS)
+                target.store(_widen(rope, gl.full([CALL.BLOCK_K, 1], 1.0, gl.bfloat16, BYTES)))
             _make_writes_visible()
             k_a = shared.tiles[0].index(stage).permute((1, 0))
             k_b = shared.tiles[1].index(stage).permute((1, 0))
@@ -474,6 +511,8 @@ def _score_fp8_warps(args, shared, CALL: gl.constexpr):
                 s = warpgroup_mma(shared.query_b, k_c, s, is_async=True)
             s = warpgroup_mma(query_c, k_d, s, is_async=True)
             s = warpgroup_mma(query_d, k_e, s, is_async=True)
+            if CALL.HEAD_DIM > 512:
+                s = warpgroup_mma(query_e, shared.rope.permute((1, 0)), s, is_async=True)
             named = shared.slots.index(count % 4).load(gl.SliceLayout(0, SCORES)) != -1
             scores = warpgroup_mma_wait(0, deps=[s])
             mbarrier.wait(shared.summed, count & 1 ^ 1)
@@ -481,12 +520,14 @@ def _score_fp8_warps(args, shared, CALL: gl.constexpr):
                 _copy_rope(args, shared, count + 1, CALL)
             m, l = _softmax_tile(
                 _causal(scores, item, tile, 0, CALL), gl.where(named, 0.0, float("-inf")), m, l,
-                args.qk_scale, shared.numerators, shared.corrections, shared.changes, CALL,
+                qk_scale, shared.numerators, shared.corrections, shared.changes, CALL,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(shared.scored, count=1)
             count += 1
             _copy_tile(args, shared, count + 1, CALL)
+            if CALL.HEAD_DIM > 512:
+                rope = _load_rope(args, shared, count, CALL)
         _finish_scores(m, l, args, item, turn, shared, CALL)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
     # Tiles past the end, too.
@@ -511,13 +552,18 @@ def _sparse_hopper_fp8_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     query_a = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 256], SWIZZLED)
     # RoPE among the values takes a part of its own as stored, and parts have two scales: Q makes room.
-    ALL_STORED: gl.constexpr = CALL.PREFIX.ROPE == ""
+    ALL_STORED: gl.constexpr = CALL.PREFIX.COLUMNS == 512
     query_b = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 64 if ALL_STORED else 128], SWIZZLED)
     tiles = _allocate_each(DTYPE, (2, CALL.BLOCK_K, 128), SWIZZLED, 4)
     first_parts = _allocate_each(gl.int32, (2, CALL.BLOCK_K, 16), ROWS, 2)
     parts = _allocate_each(gl.int32, (CALL.BLOCK_K, 16), ROWS, 6 if ALL_STORED else 5)
     stored = (first_parts[0],) + parts[0:3] + (first_parts[1],) + parts[3:]
-    scales = gl.allocate_shared_memory(gl.bfloat16, [4, CALL.BLOCK_K, 16 if ALL_STORED else 8], ROWS)
+    scales: gl.constexpr = None
+    if CALL.PREFIX.SCALE != "tensor":
+        scales = gl.allocate_shared_memory(gl.bfloat16, [4, CALL.BLOCK_K, 16 if ALL_STORED else 8], ROWS)
+    rope: gl.constexpr = None
+    if CALL.HEAD_DIM > 512:
+        rope = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_K, 64], SWIZZLED)
     slots = gl.allocate_shared_memory(gl.int32, [4, CALL.BLOCK_K], LINE)
     numerators = gl.allocate_shared_memory(
         DTYPE,
@@ -549,7 +595,7 @@ def _sparse_hopper_fp8_kernel(
     mbarrier.init(released, count=2)
     fence_async_shared()
     shared = Fp8Shared(
-        slots, query_a, query_b, tiles, stored, scales, numerators, corrections, changes, factors,
+        slots, query_a, query_b, tiles, rope, stored, scales, numerators, corrections, changes, factors,
         looked_up, first_filled, filled, widened, scored, summed, finished, released,
     )  # fmt: skip
     gl.warp_specialize(
@@ -559,5 +605,5 @@ def _sparse_hopper_fp8_kernel(
             (_score_fp8_warps, (args, shared, CALL)),
         ],
         [4, 4],
-        [184, 160],
+        [168, 176] if CALL.PREFIX.SCALE == "tensor" else [184, 160],
     )

@@ -41,6 +41,7 @@ class HopperCall(NamedTuple):
     PAGES: `PagedForm` if rows are found by a page table, None if by index lists. With a page table there is
     no EXTEND source.
     HEAD_DIM: columns of Q and K; only the kernel for few heads takes more than 512.
+    GROUPS: groups of a row's columns whose scales multiply products and not the widened values; 1 for none.
     """
 
     NUM_HEADS: Any
@@ -61,6 +62,7 @@ class HopperCall(NamedTuple):
     GATHER_REGISTERS: Any
     PAGES: Any
     HEAD_DIM: Any
+    GROUPS: Any
 
 
 class HopperArguments(NamedTuple):
@@ -298,6 +300,15 @@ def _sinks(out, heads, mask, CALL: gl.constexpr):
         return gl.load(out.sink + heads, mask=mask, other=float("-inf"))
     else:
         return gl.full([heads.shape[0]], float("-inf"), gl.float32, heads.type.layout)
+
+
+@gluon.jit
+def _one_scale(args, CALL: gl.constexpr):
+    """The scale that all values have in common; 1 if they have others."""
+    if CALL.PREFIX.SCALE == "tensor":
+        return gl.load(args.prefix.scale).to(gl.float32, bitcast=True)
+    else:
+        return 1.0
 
 
 @gluon.jit
