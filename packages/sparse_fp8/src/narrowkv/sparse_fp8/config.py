@@ -370,7 +370,7 @@ def specialised_config(
     # The kernels for Hopper take a query in bf16.
     fine_scales = any(layout.group < 64 for layout in layouts)
     few = head_dim > HEAD_DIM or any(layout.has_one_scale for layout in layouts)
-    if any(layout.scale == "fp32" for layout in layouts):
+    if head_dim > HEAD_DIM and any(layout.scale == "fp32" for layout in layouts):
         heads = min(heads, 32)
     facts = {"kernel": kernel, "heads": heads, "fine_scales": fine_scales, "head_dim": head_dim, "few": few}
     return _config(kernel, choice_for(_HOPPER_ROWS, facts), heads, family="hopper")
