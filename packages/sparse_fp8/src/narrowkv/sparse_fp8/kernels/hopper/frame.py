@@ -320,9 +320,11 @@ def _make_writes_visible():
 
 @gluon.jit
 def _softmax_tile(
-    s, masked, m, l, qk_scale, numerators, corrections, changes, CALL: gl.constexpr
+    s, masked, m, l, qk_scale, numerators, scales, corrections, changes, CALL: gl.constexpr
 ):  # fmt: skip
     """A tile's numerators and what earlier sums shrink by, to shared memory; the new state.
+
+    `scales`: None or, for each buffer of `numerators`, a row of what multiplies those in it.
 
     The reference m of a row follows only a tile that passes it by more than SLACK, in powers of two, and then
     lies HEADROOM above it: so sums rarely have to shrink, and `changes` (one for each warp's rows) says when.
@@ -333,7 +335,12 @@ def _softmax_tile(
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - m_safe[:, None])
     correction = gl.exp2(m - m_safe)
-    numerators.store(p.to(numerators.dtype))
+    if scales is None:
+        numerators.store(p.to(numerators.dtype))
+    else:
+        for g in gl.static_range(CALL.GROUPS):
+            scale = scales.slice(g, 1, dim=0).load(p.type.layout)
+            numerators.index(g).store((p * scale).to(numerators.dtype))
     corrections.store(correction)
     changed = gl.reshape((m_new > m).to(gl.int32), [changes.shape[0], m.shape[0] // changes.shape[0]])
     changes.store(gl.max(changed, 1))

@@ -128,7 +128,7 @@ def _score_warps(args, shared, CALL: gl.constexpr):
             scores = warpgroup_mma_wait(0, deps=[s])
             m, l = _softmax_tile(
                 _causal(scores, item, tile, 0, CALL), masked, m, l, args.qk_scale,
-                shared.numerators.index(stage),
+                shared.numerators.index(stage), None,
                 shared.corrections.index(stage), shared.changes.index(stage), CALL,
             )  # fmt: skip
             _make_writes_visible()
