@@ -262,10 +262,11 @@ def suits_specialised(
 ) -> bool:
     """Whether the kernels for families of targets can read rows and a query that are stored in these ways.
 
-    They copy 16 bytes at once. FP8 rows they widen to bf16, by power-of-two scales, or by none if all rows
-    have one; a quantised query is widened first, whatever its layout. Those for Hopper and for gfx950 take
-    FP8 that the hardware converts. Those for Hopper read both sources one way but for their pages, with the
-    layout's own scales; those for CDNA take DeepSeek-V4's rows, in layouts and formats of their own.
+    They copy 16 bytes at once. FP8 rows they widen to bf16, by power-of-two scales, or by none where scales
+    have more bits: those multiply products. A quantised query is widened first, whatever its layout. Those
+    for Hopper and for gfx950 take FP8 that the hardware converts. Those for Hopper read both sources one way
+    but for their pages, with the layout's own scales; those for CDNA take DeepSeek-V4's rows, in layouts and
+    formats of their own.
     """
     rows = [each for each in (prefix, extend) if each is not None]
     if mode == "prepass":
@@ -286,7 +287,7 @@ def suits_specialised(
     alike = native and own_scales and len(kinds) == 1
     first = layouts[0]
     if first.head_dim > HEAD_DIM or first.has_one_scale:
-        return alike and len(rows) == 1 and first.scale in ("tensor", "fp32") 
+        return alike and len(rows) == 1 and first.scale in ("tensor", "fp32")
     return alike and first.group in (32, 64) and first.scale != "fp32"
 
 

@@ -379,9 +379,7 @@ def _scores(shared, stage, zeros, CALL: gl.constexpr):
             shared.rope.index(stage), shared.query_rope.permute((1, 0)), zeros, use_acc=False, is_async=True
         )
     if CALL.GROUPS == 1:
-        s = warpgroup_mma(
-            tile, shared.query.permute((1, 0)), s, use_acc=CALL.HEAD_DIM > 512, is_async=True
-        )
+        s = warpgroup_mma(tile, shared.query.permute((1, 0)), s, use_acc=CALL.HEAD_DIM > 512, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
     else:
         # Two at a time: the sums of all groups do not fit in the registers.
@@ -444,9 +442,9 @@ def _score_warps(args, shared, CALL: gl.constexpr):
 
 @gluon.jit
 def _store_item(acc, m, l, args, item, FIRST: gl.constexpr, CALL: gl.constexpr):
-    """An item's results, or a split's partial results, from the sums `[columns, heads]` and the softmax state.
+    """An item's results, or a split's partial results, from sums `[columns, heads]` and the softmax state.
 
-    FIRST: the sums' first column; those of column 0 on also store the state.
+    FIRST: the sums' first column; with those from column 0 on the state is stored, too.
     """
     token, head_block, split = item[0], item[1], item[2]
     out, partials = args.out, args.partials

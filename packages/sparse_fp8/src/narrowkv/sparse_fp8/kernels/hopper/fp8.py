@@ -244,7 +244,8 @@ def _widen_part(number, shared, t: gl.constexpr, STORED: gl.constexpr):
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
     words = _part(shared.stored, number, t).load(BYTES)
     if STORED.SCALE == "tensor" or STORED.SCALE == "fp32":
-        scale = gl.full([words.shape[0], 1], 1.0, gl.bfloat16, BYTES)  # see `_scale` of the kernel for few heads
+        # These have more bits than bf16: they multiply scores, and numerators or results.
+        scale = gl.full([words.shape[0], 1], 1.0, gl.bfloat16, BYTES)
     elif STORED.GROUP == 64:
         scale = shared.scales.index(number % 4).slice(t, 1, dim=1).load(BYTES)
     else:
@@ -633,8 +634,8 @@ def _sparse_hopper_fp8_kernel(
     mbarrier.init(released, count=2)
     fence_async_shared()
     shared = Fp8Shared(
-        slots, query_a, query_b, query_rope, tiles, rope, stored, scales, numerators, corrections, changes, factors,
-        looked_up, first_filled, filled, widened, scored, summed, finished, released,
+        slots, query_a, query_b, query_rope, tiles, rope, stored, scales, numerators, corrections, changes,
+        factors, looked_up, first_filled, filled, widened, scored, summed, finished, released,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -47,8 +47,9 @@ from narrowkv.sparse_fp8.kernels.results import SIZES
 class WideShared(NamedTuple):
     """Shared memory and barriers of the kernel for 16-bit rows; a tile has a stage of each.
 
-    query: Q of an item. tiles: the rows. query_rope, rope: their columns from 512 on, None without such. bias: 0 where a row is named, -inf elsewhere. corrections: factors
-    of earlier sums; changes: whether a warp's rows have any but 1. factors: of an item's sums.
+    query: Q of an item. tiles: the rows. query_rope, rope: their columns from 512 on, None without such.
+    bias: 0 where a row is named, -inf elsewhere. corrections: factors of earlier sums; changes: whether a
+    warp's rows have any but 1. factors: of an item's sums.
     scored: numerators of a tile are there. empty: a tile has been summed and may be overwritten.
     finished: an item's factors are there. released: they have been read.
     """
@@ -207,7 +208,18 @@ def _sparse_hopper_kernel(
     mbarrier.init(released, count=1)
     fence_async_shared()
     shared = WideShared(
-        query, query_rope, tiles, rope, numerators, bias, corrections, changes, factors, scored, empty,
-        finished, released,
+        query,
+        query_rope,
+        tiles,
+        rope,
+        numerators,
+        bias,
+        corrections,
+        changes,
+        factors,
+        scored,
+        empty,
+        finished,
+        released,
     )
     gl.warp_specialize([(_sum_warps, (args, shared, CALL)), (_score_warps, (args, shared, CALL))], [4], [168])
