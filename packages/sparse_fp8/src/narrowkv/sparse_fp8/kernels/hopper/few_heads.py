@@ -1,7 +1,10 @@
 """Sparse attention on Hopper (sm90) for few heads, in Gluon: both products swapped, so no head is padded.
 
-Up to 32 heads over 16-bit rows, up to 16 over FP8 rows; any number, 32 to a program, over rows of 576 columns
-and over those with one scale.
+Up to 32 heads over 16-bit rows and FP8 rows with one scale, up to 16 over other FP8 rows; see the choices in
+`sparse_fp8.config`.
+
+V3.2's rows have a scale in fp32 for 128 columns, more bits than a widened value can hold: such groups have
+products of their own, K Q^T that the scales multiply, and numerators that they have multiplied.
 
 wgmma multiplies 64 rows of A at least. With few heads those are rows of the pool, not heads: QK is K Q^T,
 `[64 rows, heads]`, and PV is V^T P, `[512 columns, heads]`, each with a tile in shared memory as A. Such an

@@ -40,7 +40,7 @@ class HopperCall(NamedTuple):
     SCORE_REGISTERS, GATHER_REGISTERS: registers of a thread, in the kernel for few heads.
     PAGES: `PagedForm` if rows are found by a page table, None if by index lists. With a page table there is
     no EXTEND source.
-    HEAD_DIM: columns of Q and K; only the kernel for few heads takes more than 512.
+    HEAD_DIM: columns of Q and K.
     GROUPS: groups of a row's columns whose scales multiply products and not the widened values; 1 for none.
     """
 
