@@ -124,11 +124,12 @@ def test_the_calls_of_the_gpu_tests_copy_16_bytes_at_once(
 @pytest.mark.parametrize(
     ("layout", "heads", "q_len", "page_size", "name"),
     [
-        ("bf16", 12, 1, 64, "few_heads"), ("bf16", 128, 1, 16, "few_heads"),
+        ("bf16", 12, 1, 64, "few_heads"), ("bf16", 128, 1, 16, "hopper"),
         ("tensor576", 6, 2, 64, "few_heads"), ("tensor576", 12, 1, 1, "few_heads"),
-        ("tensor512", 16, 1, 64, "few_heads"),
+        ("tensor576", 40, 1, 64, "hopper_fp8"), ("tensor576", 12, 4, 16, "hopper_fp8"),
+        ("tensor512", 16, 1, 64, "few_heads"), ("tensor512", 128, 1, 64, "hopper_fp8"),
         ("packed584", 12, 1, 64, "few_heads"), ("packed584", 12, 4, 16, "hopper_fp8"),
-        ("record656", 12, 1, 64, "fused"),
+        ("record656", 12, 1, 64, "few_heads"), ("record656", 40, 1, 16, "hopper_fp8"),
     ],
 )  # fmt: skip
 def test_latent_decode_takes_the_kernels_of_sparse_decode(
@@ -140,8 +141,10 @@ def test_latent_decode_takes_the_kernels_of_sparse_decode(
     case.inputs().call()
     (kernel,) = sm90_code.kernels
     assert kernel.name == f"_sparse_{name}_kernel"
+    # As over index lists; what looks up four scales of a row beside 128 sums keeps a few numbers elsewhere.
+    most = 6 if (layout, name) == ("record656", "hopper_fp8") else 2
     for loop in kernel.product_loops():
-        assert len(re.findall(r"\b(?:STL|LDL)\b", "\n".join(loop))) <= 2  # as over index lists
+        assert len(re.findall(r"\b(?:STL|LDL)\b", "\n".join(loop))) <= most
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -197,16 +197,31 @@ def _amd(num_stages: int = 1, num_warps: int = 4, **others: Any) -> LaunchOption
     return _options(num_warps, num_stages, matrix_instr_nonkdim=16, **others)
 
 
-# The kernels for Hopper. Facts: kernel, heads of a tile, fine_scales (for fewer than 64 columns), head_dim,
-# few (only the kernel for few heads reads such rows).
+# The kernels for Hopper. Facts: kernel, heads of a tile, scale (as in `RowLayout`, "" for 16-bit rows),
+# fine_scales (for fewer than 64 columns), head_dim. Latent decode: H200, 64 sequences of 8k, microseconds.
 _HOPPER_ROWS = (
     ConfigRow({"heads": 16, "head_dim": HEAD_DIM}, SparseTile(64, _options(4, 1), stages=3),
         "Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4. H200, 1024 "
         "tokens, top-k 2048, microseconds. 16-bit rows, 16 heads: the kernel for few heads 350, the plain "
         "one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266"),
-    ConfigRow({"few": True}, SparseTile(64, _options(4, 1), stages=2),
-        "Q of 32 heads and two tiles of 576 columns take 193 of 227 KB; three tiles, or 64 heads, do not "
-        "fit"),
+    ConfigRow({"heads": 16, "head_dim": HEAD_DIM + 64}, SparseTile(64, _options(4, 1), stages=2),
+        "Three tiles of 576 columns do not fit. Latent decode, V3.2's rows, 16 heads: 169, portable 321"),
+    ConfigRow({"heads": 32, "head_dim": HEAD_DIM + 64, "scale": ("", "tensor")},
+        SparseTile(64, _options(4, 1), stages=2),
+        "Q of 32 heads and two tiles of 576 columns take 193 of 227 KB. Latent decode, 24 heads, and in the "
+        "kernels for 64: one scale 178 and 190, bf16 152 and 203"),
+    ConfigRow({"head_dim": HEAD_DIM + 64, "kernel": "16bit"},
+        SparseTile(32, _options(8, 1), stages=3, heads=64),
+        "Q of 64 heads and two tiles of 64 rows do not fit. Latent decode, 128 and 40 heads: 368 and 208, "
+        "the kernel for few heads 453 and 227"),
+    ConfigRow({"head_dim": HEAD_DIM + 64, "scale": "fp32"},
+        SparseTile(32, _options(4, 1), stages=2, heads=64),
+        "Numerators of four groups beside tiles of 64 rows do not fit. Latent decode, 128, 40 and 24 heads: "
+        "513, 252 and 250; the kernel for few heads 863, 458 and 260; portable 968, 503 and -"),
+    ConfigRow({"heads": 32, "head_dim": HEAD_DIM, "scale": "tensor"},
+        SparseTile(64, _options(4, 1), stages=2, heads=64),
+        "Latent decode, 24 heads: 140, the kernel for few heads 177. 128 and 64 heads: 265 and 154, portable "
+        "593 and 312"),
     ConfigRow({"heads": 32, "fine_scales": False}, SparseTile(64, _options(4, 1), stages=2),
         "H100, 32 heads over FP8 rows: with 512, 128, 32 and 8 tokens 304, 85, 43 and 30, the kernel for 64 "
         "heads 296, 85, 47 and 35. With scales for 32 columns, 128 tokens, 32 heads: 108, and 93 in the "
@@ -315,15 +330,21 @@ _GPU_ROWS = (
 )  # fmt: skip
 _CPU_ROWS = (ConfigRow({}, SparseTile(64, LaunchOptions())),)
 
-# Registers of a thread that computes scores, and of one that gathers, in Hopper's kernel for few heads over
-# FP8 rows, by heads of a tile and by whether no other kernel reads the rows: with 128 those that gather 576
-# columns would spill.
-_FEW_HEADS_REGISTERS = {(16, False): (128, 128), (16, True): (96, 152), (32, True): (80, 136)}
+# Registers of a thread that computes scores, and of one that gathers, in Hopper's kernel for few heads, by
+# heads of a tile and by scales of the rows, "" for 16-bit rows: with 128 those that gather 576 columns would
+# spill.
+_FEW_HEADS_REGISTERS = {
+    (16, "tensor"): (96, 152), (32, "tensor"): (80, 136), (16, "fp32"): (112, 128),
+    (16, ""): (168, 168), (32, ""): (168, 168),
+}  # fmt: skip
 
 
-def few_heads_registers(block_h: int, is_fp8: bool, few: bool) -> tuple[int, int]:
-    """Registers of a thread that computes scores, and of one that gathers, in the kernel for few heads."""
-    return _FEW_HEADS_REGISTERS.get((block_h, few), (104, 112)) if is_fp8 else (168, 168)
+def few_heads_registers(block_h: int, scale: str) -> tuple[int, int]:
+    """Registers of a thread that computes scores, and of one that gathers, in the kernel for few heads.
+
+    `scale`: as in `RowLayout`, "" for 16-bit rows.
+    """
+    return _FEW_HEADS_REGISTERS.get((block_h, scale), (128, 128) if block_h == 16 else (104, 112))
 
 
 # Tiles of a program from which on a kernel for Hopper is faster than the portable one, by kernel and by
@@ -363,12 +384,10 @@ def specialised_config(
     if target.name != "sm90" or target.figures is None:
         return None
     # The kernels for Hopper take a query in bf16.
-    fine_scales = any(layout.group < 64 for layout in layouts)
-    few = head_dim > HEAD_DIM or any(layout.has_one_scale for layout in layouts)
-    if few and head_dim == HEAD_DIM and heads > 32:
-        return None  # H200, one scale, 64 and 128 heads: 328 and 656 us, the portable kernel 312 and 593
-    heads = min(heads, 32) if few else heads
-    facts = {"kernel": kernel, "heads": heads, "fine_scales": fine_scales, "head_dim": head_dim, "few": few}
+    facts = {
+        "kernel": kernel, "heads": heads, "head_dim": head_dim, "scale": layouts[0].scale if layouts else "",
+        "fine_scales": any(layout.group < 64 for layout in layouts),
+    }  # fmt: skip
     return _config(kernel, choice_for(_HOPPER_ROWS, facts), heads, family="hopper")
 
 

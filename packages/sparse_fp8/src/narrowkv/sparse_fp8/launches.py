@@ -140,11 +140,6 @@ def _kernel_of(
     return _sparse_fused_kernel, constexprs
 
 
-def _only_few_heads(rows: RowsFormat, call: SparseSpec) -> bool:
-    """Whether only Hopper's kernel for few heads reads these rows."""
-    return call.HEAD_DIM > HEAD_DIM or (rows.is_quantized and LAYOUTS[rows.layout].has_one_scale)
-
-
 def _hopper_kernel(
     config: SparseConfig, call: SparseSpec, target: Target, query: RowsFormat,
     prefix: RowsFormat | None, extend: RowsFormat | None,
@@ -156,6 +151,7 @@ def _hopper_kernel(
     from narrowkv.sparse_fp8.kernels.hopper.sixteen_bit import _sparse_hopper_kernel
 
     rows = [each for each in (prefix, extend) if each is not None]
+    scale = LAYOUTS[rows[0].layout].scale if rows[0].is_quantized else ""
     far = any(each.offsets_64_bit for each in rows)
     kernel: Any
     if config.block_h < 64:
@@ -177,9 +173,10 @@ def _hopper_kernel(
         config.stages,
         _SLACK[query.dtype],
         _HEADROOM[query.dtype],
-        *few_heads_registers(config.block_h, rows[0].is_quantized, _only_few_heads(rows[0], call)),
+        *few_heads_registers(config.block_h, scale),
         call.PAGES,
         call.HEAD_DIM,
+        HEAD_DIM // rows[0].scale_group if scale == "fp32" else 1,
     )
     return kernel, {"CALL": constexprs}
 

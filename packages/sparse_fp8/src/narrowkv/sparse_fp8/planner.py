@@ -262,10 +262,11 @@ def suits_specialised(
 ) -> bool:
     """Whether the kernels for families of targets can read rows and a query that are stored in these ways.
 
-    They copy 16 bytes at once. FP8 rows they widen to bf16, by power-of-two scales, or by none if all rows
-    have one; a quantised query is widened first, whatever its layout. Those for Hopper and for gfx950 take
-    FP8 that the hardware converts. Those for Hopper read both sources one way but for their pages, with the
-    layout's own scales; those for CDNA take DeepSeek-V4's rows, in layouts and formats of their own.
+    They copy 16 bytes at once. FP8 rows they widen to bf16, by power-of-two scales, or by none where scales
+    have more bits: those multiply products. A quantised query is widened first, whatever its layout. Those
+    for Hopper and for gfx950 take FP8 that the hardware converts. Those for Hopper read both sources one way
+    but for their pages, with the layout's own scales; those for CDNA take DeepSeek-V4's rows, in layouts and
+    formats of their own.
     """
     rows = [each for each in (prefix, extend) if each is not None]
     if mode == "prepass":
@@ -285,9 +286,9 @@ def suits_specialised(
     own_scales = all(each.scale_group == layout.group for each, layout in zip(rows, layouts, strict=True))
     alike = native and own_scales and len(kinds) == 1
     first = layouts[0]
-    if first.has_one_scale:
-        return alike and len(rows) == 1
-    return alike and first.group in (32, 64) and first.scale != "fp32" and first.head_dim == HEAD_DIM
+    if first.head_dim > HEAD_DIM or first.has_one_scale:
+        return alike and len(rows) == 1 and first.scale in ("tensor", "fp32")
+    return alike and first.group in (32, 64) and first.scale != "fp32"
 
 
 def check_formats(mode: str, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None) -> None:
@@ -437,6 +438,12 @@ def _choose_on_nvidia(
             "prepass",
             "no kernel for Hopper widens these rows, and the plain one takes more than twice the 16-bit "
             "kernel's time (measured on an H200)",
+        )
+    if any(LAYOUTS[each.layout].scale == "fp32" for each in formats.values()):
+        return ModeChoice(
+            "prepass",
+            "scales that are no powers of two multiply products, which takes longer than to expand the rows "
+            "(measured on an H200)",
         )
     readings = next(count for most, count in _READINGS_ON_NVIDIA if num_heads <= most)
     if readings is None:

@@ -144,9 +144,8 @@ MODELS: tuple[Model, ...] = (
     ),
     Model(
         "DeepSeek-V4-Pro", "128, latent 448 + 64, window 128, sinks, indexer 64",
-        "descriptions of the configuration: 128 heads",
+        "V4-Pro in three public programs (AIConfigurator, Primus, Ascend's torchtitan), which agree",
         (*_sparse(128, "packed584", _WINDOWED), *_indexer(64, 1024)),
-        unsure="the indexer's heads and top-k",
     ),
     Model(
         "DeepSeek-V4.1-Flash", "64, latent 512, window 128, sinks, indexer 32",
@@ -158,14 +157,14 @@ MODELS: tuple[Model, ...] = (
         ),
     ),
     Model(
-        "Kimi-K3", "96, latent 512 + 64, no RoPE", "descriptions of the configuration: 96 heads, 576 columns",
+        "Kimi-K3", "96, latent 512 + 64, no RoPE",
+        "Kimi-K3 in torchtitan, llama.cpp and vLLM 0.32, which agree: K 128 + 64 and V 128 wide",
         (*_latent(96), _expanded(96, 192, 128)),
-        unsure="widths of K and V in prefill",
         beside="69 of 93 layers: Kimi Delta Attention",
     ),
     Model(
         "Qwen3.8-27B", "24/4, head_dim 256", "descriptions of the configuration", _grouped(24, 4, 256),
-        beside="48 of 64 layers: Gated DeltaNet",
+        unsure="heads and head_dim", beside="48 of 64 layers: Gated DeltaNet",
     ),
     Model(
         "Llama-4", "40/8, head_dim 128, chunks of 8,192", "Llama4TextConfig of transformers 5.24",
@@ -189,7 +188,7 @@ MODELS: tuple[Model, ...] = (
     ),
     Model(
         "Gemma-4-31B", "32/16, head_dim 256, window 1,024; 32/4, head_dim 512",
-        "Gemma4TextConfig of transformers 5.24, descriptions of the 31B",
+        "Gemma4TextConfig of transformers 5.24, the 31B's config.json in tests of three public programs",
         (
             *_grouped(32, 4, 512, ", 512 wide"),
             Need(
@@ -201,7 +200,6 @@ MODELS: tuple[Model, ...] = (
                 "head_dim=256,kv_heads={kv},ratio={ratio},window_left=1023,q_lens=3,lens=1100", 32, 16,
             ),
         ),
-        unsure="heads of the 31B",
     ),
 )  # fmt: skip
 """A row each."""

@@ -1,7 +1,10 @@
 """Sparse attention on Hopper (sm90) for few heads, in Gluon: both products swapped, so no head is padded.
 
-Up to 32 heads over 16-bit rows, up to 16 over FP8 rows; any number, 32 to a program, over rows of 576 columns
-and over those with one scale.
+Up to 32 heads over 16-bit rows and FP8 rows with one scale, up to 16 over other FP8 rows; see the choices in
+`sparse_fp8.config`.
+
+V3.2's rows have a scale in fp32 for 128 columns, more bits than a widened value can hold: such groups have
+products of their own, K Q^T that the scales multiply, and numerators that they have multiplied.
 
 wgmma multiplies 64 rows of A at least. With few heads those are rows of the pool, not heads: QK is K Q^T,
 `[64 rows, heads]`, and PV is V^T P, `[512 columns, heads]`, each with a tile in shared memory as A. Such an
@@ -41,6 +44,7 @@ from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _load_spans,
     _locate_rows,
     _make_writes_visible,
+    _one_scale,
     _place_item,
     _select_source,
     _sinks,
@@ -54,7 +58,8 @@ class FewHeadsShared(NamedTuple):
     """Shared memory and barriers of the kernel for few heads; a tile of the ring has a stage of each.
 
     As in `WideShared`. query_rope, rope: columns of Q and of the rows from 512 on, None without such. tops:
-    maxima of four warps. states: an item's maxima and denominators. full: a tile is there.
+    maxima of four warps. scales: those of a tile's groups, None where values are widened with theirs.
+    numerators: CALL.GROUPS buffers a stage. states: an item's maxima and denominators. full: a tile is there.
     """
 
     query: Any
@@ -63,6 +68,7 @@ class FewHeadsShared(NamedTuple):
     rope: Any
     bias: Any
     tops: Any
+    scales: Any
     numerators: Any
     corrections: Any
     states: Any
@@ -197,8 +203,9 @@ def _load_scales(base, at, live, STORED: gl.constexpr):
 def _scale(scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr):
     """The scales of a tile of 64 columns: bf16 `[rows, 1]`, or `[rows, 16]`, one for each word of values."""
     BYTE: gl.constexpr = TILE * 64 // STORED.GROUP * STORED.STEP
-    if STORED.SCALE == "tensor":
-        scale = gl.full([scales[0].shape[0], 1], 1.0, gl.bfloat16, WORDS)  # it multiplies scores and results
+    if STORED.SCALE == "tensor" or STORED.SCALE == "fp32":
+        # These have more bits than bf16: they multiply scores, and numerators or results.
+        scale = gl.full([scales[0].shape[0], 1], 1.0, gl.bfloat16, WORDS)
     elif STORED.SCALE != "e8m0":
         scale = scales[TILE].to(gl.float32, bitcast=True)[:, None]
     elif STORED.GROUP == 64:
@@ -263,6 +270,10 @@ def _gather_fp8_warps(
         stage = count % CALL.STAGES
         mbarrier.wait(shared.empty.index(stage), (count // CALL.STAGES & 1) ^ 1)
         shared.bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
+        if CALL.GROUPS > 1:
+            for g in gl.static_range(CALL.GROUPS):
+                target = shared.scales.index(stage * CALL.GROUPS + g).slice(FIRST_ROW, NUM_ROWS)
+                target.store(scales[g].to(gl.float32, bitcast=True))
         if STORED.ROPE == "bf16":
             _copy_rope(shared, stage, rope, rope_at, live, FIRST_ROW, NUM_ROWS, CALL)
             async_copy.mbarrier_arrive(shared.full.index(stage))
@@ -322,20 +333,24 @@ def _column_maxima(s, tops):
 
 @gluon.jit
 def _softmax_columns(
-    s, m, parts, tops, numerators, corrections, CALL: gl.constexpr
+    s, m, parts, scales, stage, shared, CALL: gl.constexpr
 ):  # fmt: skip
     """Stores a tile's numerators and the correction factors of earlier sums in shared memory; the new state.
 
     `parts` are the denominators before they are summed over the rows of a tile. The reference of a
-    head follows a tile as in the kernel for more heads.
+    head follows a tile as in the kernel for more heads. Each group of columns whose scales are not in the
+    widened values has numerators of its own, times those scales.
     """
-    top = _column_maxima(s, tops)
+    top = _column_maxima(s, shared.tops)
     m_new = gl.where(top > m + CALL.SLACK, top + CALL.HEADROOM, m)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - m_safe[None, :])
     correction = gl.exp2(m - m_safe)
-    numerators.store(p.to(numerators.dtype))
-    corrections.store(correction)
+    for g in gl.static_range(CALL.GROUPS):
+        weighted = p * scales[g][:, None] if CALL.GROUPS > 1 else p
+        numerators = shared.numerators.index(stage * CALL.GROUPS + g)
+        numerators.store(weighted.to(numerators.dtype))
+    shared.corrections.index(stage).store(correction)
     return m_new, parts * correction[None, :] + p
 
 
@@ -348,12 +363,38 @@ def _copy_all_of_query(shared, args, item, CALL: gl.constexpr):
 
 
 @gluon.jit
-def _one_scale(args, CALL: gl.constexpr):
-    """The scale that all values have in common; 1 if they have others."""
-    if CALL.PREFIX.SCALE == "tensor":
-        return gl.load(args.prefix.scale).to(gl.float32, bitcast=True)
+def _scores_of_group(tile, shared, g: gl.constexpr, zeros, CALL: gl.constexpr):
+    """Issues K Q^T of a group's columns; the caller waits for the result."""
+    WIDTH: gl.constexpr = 512 // CALL.GROUPS
+    columns = tile.slice(g * WIDTH, WIDTH, dim=1)
+    query = shared.query.slice(g * WIDTH, WIDTH, dim=1)
+    return warpgroup_mma(columns, query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scores(shared, stage, zeros, CALL: gl.constexpr):
+    """K Q^T of a tile; and the scales of its groups, () without such, which have a product each."""
+    ROW: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
+    tile, scales = shared.tiles.index(stage), ()
+    s = zeros
+    if CALL.HEAD_DIM > 512:
+        s = warpgroup_mma(
+            shared.rope.index(stage), shared.query_rope.permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+    if CALL.GROUPS == 1:
+        s = warpgroup_mma(tile, shared.query.permute((1, 0)), s, use_acc=CALL.HEAD_DIM > 512, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
     else:
-        return 1.0
+        # Two at a time: the sums of all groups do not fit in the registers.
+        for g in gl.static_range(0, CALL.GROUPS, 2):
+            low = _scores_of_group(tile, shared, g, zeros, CALL)
+            high = _scores_of_group(tile, shared, g + 1, zeros, CALL)
+            low_scale = shared.scales.index(stage * CALL.GROUPS + g).load(ROW)
+            high_scale = shared.scales.index(stage * CALL.GROUPS + g + 1).load(ROW)
+            s, low, high = warpgroup_mma_wait(0, deps=[s, low, high])
+            s += low * low_scale[:, None] + high * high_scale[:, None]
+            scales = scales + (low_scale, high_scale)
+    return s, scales
 
 
 @gluon.jit
@@ -382,20 +423,10 @@ def _score_warps(args, shared, CALL: gl.constexpr):
             mbarrier.wait(shared.full.index(stage), count // CALL.STAGES & 1)
             # Also for the warps that wrote the rows: their own fence would wait for their outstanding loads.
             fence_async_shared()
-            s = warpgroup_mma(
-                shared.tiles.index(stage), shared.query.permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            if CALL.HEAD_DIM > 512:
-                s = warpgroup_mma(
-                    shared.rope.index(stage), shared.query_rope.permute((1, 0)), s, is_async=True
-                )
             masked = shared.bias.index(stage).load(gl.SliceLayout(1, SCORES))
-            s = warpgroup_mma_wait(0, deps=[s])
+            s, scales = _scores(shared, stage, zeros, CALL)
             s = _causal(s * qk_scale + masked[:, None], current, count - begun, 1, CALL)
-            m, parts = _softmax_columns(
-                s, m, parts,
-                shared.tops, shared.numerators.index(stage), shared.corrections.index(stage), CALL,
-            )  # fmt: skip
+            m, parts = _softmax_columns(s, m, parts, scales, stage, shared, CALL)
             _make_writes_visible()
             mbarrier.arrive(shared.scored.index(stage), count=1)
             count += 1
@@ -413,26 +444,30 @@ def _score_warps(args, shared, CALL: gl.constexpr):
 
 
 @gluon.jit
-def _store_item(acc, m, l, args, item, CALL: gl.constexpr):
-    """An item's results, or a split's partial results, from the sums `[512, heads]` and the softmax state."""
+def _store_item(acc, m, l, args, item, FIRST: gl.constexpr, CALL: gl.constexpr):
+    """An item's results, or a split's partial results, from sums `[columns, heads]` and the softmax state.
+
+    FIRST: the sums' first column; with those from column 0 on the state is stored, too.
+    """
     token, head_block, split = item[0], item[1], item[2]
     out, partials = args.out, args.partials
     # A warp keeps its columns of `acc`; a thread gets 8 adjacent ones by exchanges within the warp.
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [gl.num_warps(), 1], [0, 1])
-    d = gl.arange(0, 512, gl.SliceLayout(1, OUT))
+    d = FIRST + gl.arange(0, acc.shape[0], gl.SliceLayout(1, OUT))
     columns = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, OUT))
     stored = (columns < CALL.NUM_HEADS)[None, :]
     heads = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], m.type.layout)
     mask = heads < CALL.NUM_HEADS
     if CALL.SPLIT:
         slot = (split.to(gl.int64) * args.num_tokens + token) * CALL.NUM_HEADS
-        gl.store(partials.m + slot + heads, m, mask=mask)
-        gl.store(partials.l + slot + heads, l, mask=mask)
+        if FIRST == 0:
+            gl.store(partials.m + slot + heads, m, mask=mask)
+            gl.store(partials.l + slot + heads, l, mask=mask)
         places = partials.acc + ((slot + columns)[None, :] * 512 + d[:, None])
         gl.store(places, gl.convert_layout(acc, OUT), mask=stored)
     else:
         sink = _sinks(out, heads, mask, CALL)
-        if CALL.WRITE_LSE:
+        if CALL.WRITE_LSE and FIRST == 0:
             gl.store(
                 out.lse + token.to(gl.int64) * out.stride_lt + heads * out.stride_lh,
                 natural_lse(m, l),
@@ -444,10 +479,35 @@ def _store_item(acc, m, l, args, item, CALL: gl.constexpr):
 
 
 @gluon.jit
+def _multiply_each(acc, factor):
+    """The sums of each group of columns times a factor."""
+    multiplied = ()
+    for g in gl.static_range(len(acc)):
+        multiplied = multiplied + (acc[g] * factor,)
+    return multiplied
+
+
+@gluon.jit
+def _add_products(acc, shared, stage, CALL: gl.constexpr):
+    """The sums of each group of columns with V^T P of a tile added."""
+    WIDTH: gl.constexpr = 512 // CALL.GROUPS
+    tile, issued = shared.tiles.index(stage), ()
+    for g in gl.static_range(CALL.GROUPS):
+        columns = tile.slice(g * WIDTH, WIDTH, dim=1).permute((1, 0))
+        numerators = shared.numerators.index(stage * CALL.GROUPS + g)
+        issued = issued + (warpgroup_mma(columns, numerators, acc[g], is_async=True),)
+    if CALL.GROUPS > 1:
+        return warpgroup_mma_wait(0, deps=issued)
+    else:
+        return (warpgroup_mma_wait(0, deps=issued),)
+
+
+@gluon.jit
 def _sum_warps(args, shared, CALL: gl.constexpr):
     """PV: sums the tiles' rows by their numerators, and stores the results."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CALL.BLOCK_H, 16])
     HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
+    WIDTH: gl.constexpr = 512 // CALL.GROUPS
     count, turn = 0, 0
     upcoming, spans = _first_item(args, CALL)
     for number in range(gl.program_id(0), args.num_items, gl.num_programs(0)):
@@ -457,17 +517,16 @@ def _sum_warps(args, shared, CALL: gl.constexpr):
         following = number + gl.num_programs(0)
         upcoming = _item(args, spans, following, CALL)
         spans = _spans(args, following + gl.num_programs(0), CALL)
-        acc = gl.full([512, CALL.BLOCK_H], 0.0, gl.float32, SUMS)
+        acc = ()
+        for _ in gl.static_range(CALL.GROUPS):
+            acc = acc + (gl.full([WIDTH, CALL.BLOCK_H], 0.0, gl.float32, SUMS),)
         while count < last:
             stage = count % CALL.STAGES
             mbarrier.wait(shared.scored.index(stage), count // CALL.STAGES & 1)
             correction = shared.corrections.index(stage).load(HEAD)
             if gl.min(correction, 0) < 1.0:
-                acc = acc * correction[None, :]
-            acc = warpgroup_mma(
-                shared.tiles.index(stage).permute((1, 0)), shared.numerators.index(stage), acc, is_async=True
-            )
-            acc = warpgroup_mma_wait(0, deps=[acc])
+                acc = _multiply_each(acc, correction[None, :])
+            acc = _add_products(acc, shared, stage, CALL)
             gl.barrier()
             mbarrier.arrive(shared.empty.index(stage), count=1)
             count += 1
@@ -478,8 +537,9 @@ def _sum_warps(args, shared, CALL: gl.constexpr):
         mbarrier.arrive(shared.released, count=1)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
         if CALL.PREFIX.SCALE == "tensor":
-            acc = acc * _one_scale(args, CALL)
-        _store_item(acc, m, l, args, item, CALL)
+            acc = _multiply_each(acc, _one_scale(args, CALL))
+        for g in gl.static_range(CALL.GROUPS):
+            _store_item(acc[g], m, l, args, item, g * WIDTH, CALL)
 
 
 @gluon.jit(do_not_specialize=[*SIZES, "num_items"])
@@ -505,9 +565,12 @@ def _sparse_few_heads_kernel(
     if CALL.HEAD_DIM > 512:
         query_rope = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 64], SWIZZLED)
         rope = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 64], SWIZZLED)
+    scales: gl.constexpr = None
+    if CALL.GROUPS > 1:
+        scales = gl.allocate_shared_memory(gl.float32, [CALL.STAGES * CALL.GROUPS, CALL.BLOCK_K], LINE)
     numerators = gl.allocate_shared_memory(
         DTYPE,
-        [CALL.STAGES, CALL.BLOCK_K, CALL.BLOCK_H],
+        [CALL.STAGES * CALL.GROUPS, CALL.BLOCK_K, CALL.BLOCK_H],
         gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_K, CALL.BLOCK_H], DTYPE),
     )
     bias = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_K], LINE)
@@ -529,8 +592,8 @@ def _sparse_few_heads_kernel(
     mbarrier.init(released, count=1)
     fence_async_shared()
     shared = FewHeadsShared(
-        query, query_rope, tiles, rope, bias, tops, numerators, corrections, states, full, scored, finished,
-        released, empty,
+        query, query_rope, tiles, rope, bias, tops, scales, numerators, corrections, states, full, scored,
+        finished, released, empty,
     )  # fmt: skip
     HALF: gl.constexpr = CALL.BLOCK_K // 2
     gl.warp_specialize(

@@ -15,6 +15,10 @@ A part is 64 columns as stored. Parts 0 to 3 are the first summing warpgroup's, 
 RoPE is a part, too, in DeepSeek-V4.1's rows, whose parts have two scales each. Those parts that are
 widened first, 0 and 4, are copied a tile ahead of the others.
 
+RoPE columns behind 512 others have a buffer for one tile, which only QK reads: the scoring warpgroup fills
+it after QK of the tile before. V3.2's rows have a scale in fp32 for 128 columns, see the kernel for few heads:
+their four buffers of numerators, and Q, which is not in registers then, fit beside tiles of 32 rows.
+
 Sources: warp specialisation as in FlashAttention-3 (Shah et al., 2024); a widened tile that QK and PV share
 as in FlashMLA's kernels for an FP8 cache (DeepSeek, 2025).
 """
@@ -43,6 +47,7 @@ from narrowkv.sparse_fp8.kernels.hopper.frame import (
     _make_writes_visible,
     _name_item,
     _next_item,
+    _one_scale,
     _select_source,
     _softmax_tile,
     _store_results,
@@ -68,7 +73,9 @@ class Fp8Shared(NamedTuple):
     slots: Any
     query_a: Any
     query_b: Any
+    query_rope: Any
     tiles: Any
+    rope: Any
     stored: Any
     scales: Any
     numerators: Any
@@ -203,7 +210,7 @@ def _copy_tile(args, shared, number, CALL: gl.constexpr):
     _copy_part(shared.stored, rows, number, 1)
     _copy_part(shared.stored, rows, number, 5)
     _copy_part(shared.stored, rows, number, 3)
-    if CALL.PREFIX.ROPE == "":
+    if CALL.PREFIX.COLUMNS == 512:
         _copy_part(shared.stored, rows, number, 7)
     async_copy.mbarrier_arrive(shared.filled, increment_count=False)
     _copy_first_parts(args, shared, number + 1, CALL)
@@ -215,10 +222,23 @@ def _copy_rope(args, shared, number, CALL: gl.constexpr):
     ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
     _, rope, live = _locate_tile(args, shared, number, ROPE, CALL)
     d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
-    target = shared.tiles[3].index(number % 2).slice(64, 64, dim=1)
+    if CALL.HEAD_DIM > 512:
+        target = shared.rope
+    else:
+        target = shared.tiles[3].index(number % 2).slice(64, 64, dim=1)
     at = gl.multiple_of(rope[:, None] + d[None, :], [16, 16])
     async_copy.async_load(target, at, mask=live[:, None])
     async_copy.commit_group()
+
+
+@gluon.jit
+def _load_rope(args, shared, number, CALL: gl.constexpr):
+    """Words of the RoPE columns of tile `number`, which are in FP8."""
+    BYTES: gl.constexpr = _bytes_layout()
+    _, rope, live = _locate_tile(args, shared, number, BYTES, CALL)
+    w = gl.arange(0, 16, gl.SliceLayout(0, BYTES))
+    at = gl.multiple_of(_words(rope)[:, None] + w[None, :], [16, 16])  # see `_copy_rows`
+    return gl.load(at, mask=live[:, None], other=0)
 
 
 @gluon.jit
@@ -226,16 +246,19 @@ def _widen_part(number, shared, t: gl.constexpr, STORED: gl.constexpr):
     """Widens 64 stored columns to bf16."""
     BYTES: gl.constexpr = _bytes_layout()
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
-    own = shared.scales.index(number % 4)
-    if STORED.GROUP == 64:
-        scale = own.slice(t, 1, dim=1).load(BYTES)
+    words = _part(shared.stored, number, t).load(BYTES)
+    if STORED.SCALE == "tensor" or STORED.SCALE == "fp32":
+        # These have more bits than bf16: they multiply scores, and numerators or results.
+        scale = gl.full([words.shape[0], 1], 1.0, gl.bfloat16, BYTES)
+    elif STORED.GROUP == 64:
+        scale = shared.scales.index(number % 4).slice(t, 1, dim=1).load(BYTES)
     else:
         # Bit 3 of a word's number is the same in all words of a thread.
         second = (gl.arange(0, 16, gl.SliceLayout(0, BYTES)) & 8) != 0
+        own = shared.scales.index(number % 4)
         first_scale = own.slice(2 * t, 1, dim=1).load(BYTES)
         second_scale = own.slice(2 * t + 1, 1, dim=1).load(BYTES)
         scale = gl.where(second[None, :], second_scale, first_scale)
-    words = _part(shared.stored, number, t).load(BYTES)
     pairs = reinterpret(shared.tiles[t // 2].index(number % 2), gl.int32, [words.shape[0], 64], PAIRS)
     pairs.slice(t % 2 * 32, 32, dim=1).store(_widen(words, scale))
 
@@ -251,7 +274,7 @@ def _widen_half(number, shared, HALF: gl.constexpr, STORED: gl.constexpr):
     _widen_part(number, shared, 4 * HALF + 1, STORED)
     if HALF == 0:
         _widen_part(number, shared, 3, STORED)
-    elif STORED.ROPE == "":
+    elif STORED.COLUMNS == 512:
         _widen_part(number, shared, 7, STORED)
 
 
@@ -299,17 +322,20 @@ def _look_up(args, shared, ahead, number, CALL: gl.constexpr):
     # Seven scales are read as eight.
     STORED: gl.constexpr = CALL.PREFIX
     COUNT: gl.constexpr = STORED.COLUMNS // STORED.GROUP
-    PLACES: gl.constexpr = 16 if COUNT == 16 else 8
+    PLACES: gl.constexpr = 8 if COUNT == 7 else COUNT
     SCALES: gl.constexpr = gl.BlockedLayout([1, PLACES // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     shared.slots.index(number % 4).store(_row_codes(args, ahead, CALL))
-    index = shared.slots.index(number % 4).load(gl.SliceLayout(1, SCALES))
-    first, index = _decode(index, CALL)
-    live, _, _, scale_at = _locate_rows(args, first, index, CALL)
-    t = gl.arange(0, PLACES, gl.SliceLayout(0, SCALES))
-    rows = _select_source(first, args.prefix.scale, args.extend.scale, CALL) + scale_at
-    mask = live[:, None] & (t < COUNT)[None, :]
-    ONE: gl.constexpr = ONE_AS_E8M0 if STORED.SCALE == "e8m0" else ONE_AS_WORD
-    return gl.load(rows[:, None] + (t * STORED.STEP)[None, :], mask=mask, other=ONE)
+    if STORED.SCALE == "tensor":
+        return 0
+    else:
+        index = shared.slots.index(number % 4).load(gl.SliceLayout(1, SCALES))
+        first, index = _decode(index, CALL)
+        live, _, _, scale_at = _locate_rows(args, first, index, CALL)
+        t = gl.arange(0, PLACES, gl.SliceLayout(0, SCALES))
+        rows = _select_source(first, args.prefix.scale, args.extend.scale, CALL) + scale_at
+        mask = live[:, None] & (t < COUNT)[None, :]
+        ONE: gl.constexpr = ONE_AS_E8M0 if STORED.SCALE == "e8m0" else ONE_AS_WORD
+        return gl.load(rows[:, None] + (t * STORED.STEP)[None, :], mask=mask, other=ONE)
 
 
 @gluon.jit
@@ -320,6 +346,15 @@ def _as_bf16(scale):
     else:
         scale = scale.to(gl.float32, bitcast=True)
     return scale.to(gl.bfloat16)
+
+
+@gluon.jit
+def _store_scales(shared, number, scale, CALL: gl.constexpr):
+    """Stores what `_look_up` loaded for tile `number`."""
+    if CALL.GROUPS > 1:
+        shared.scales.index(number % 4).permute((1, 0)).store(scale.to(gl.float32, bitcast=True))
+    elif CALL.PREFIX.SCALE != "tensor":
+        shared.scales.index(number % 4).store(_as_bf16(scale))
 
 
 @gluon.jit
@@ -345,8 +380,7 @@ def _sum_fp8_warps(args, shared, HALF: gl.constexpr, CALL: gl.constexpr):
         stream = _begin_stream(args, CALL)
         for number in range(4):
             ahead, stream = _next_indices(args, stream, r, CALL)
-            scale = _look_up(args, shared, ahead, number, CALL)
-            shared.scales.index(number).store(_as_bf16(scale))
+            _store_scales(shared, number, _look_up(args, shared, ahead, number, CALL), CALL)
         ahead, stream = _next_indices(args, stream, r, CALL)
         gl.barrier()
         mbarrier.arrive(shared.looked_up, count=1)
@@ -372,12 +406,10 @@ def _sum_fp8_warps(args, shared, HALF: gl.constexpr, CALL: gl.constexpr):
                 correction = shared.corrections.load(ROW)[:, None]
                 acc_a = acc_a * correction
                 acc_b = acc_b * correction
-            acc_a = warpgroup_mma(
-                shared.numerators, shared.tiles[2 * HALF].index(stage), acc_a, is_async=True
-            )
-            acc_b = warpgroup_mma(
-                shared.numerators, shared.tiles[2 * HALF + 1].index(stage), acc_b, is_async=True
-            )
+            p_a = shared.numerators.index(2 * HALF % CALL.GROUPS)
+            p_b = shared.numerators.index((2 * HALF + 1) % CALL.GROUPS)
+            acc_a = warpgroup_mma(p_a, shared.tiles[2 * HALF].index(stage), acc_a, is_async=True)
+            acc_b = warpgroup_mma(p_b, shared.tiles[2 * HALF + 1].index(stage), acc_b, is_async=True)
             if LOOKS_UP:
                 # Tile count + 4, in the place of tile `count`.
                 scale = _look_up(args, shared, ahead, count, CALL)
@@ -388,7 +420,7 @@ def _sum_fp8_warps(args, shared, HALF: gl.constexpr, CALL: gl.constexpr):
                 ahead, stream = _next_indices(args, stream, r, CALL)
             _widen_half(count + 2, shared, HALF, CALL.PREFIX)
             if LOOKS_UP:
-                shared.scales.index(count % 4).store(_as_bf16(scale))
+                _store_scales(shared, count, scale, CALL)
             _make_writes_visible()
             mbarrier.arrive(shared.widened.index(stage), count=1)
             count += 1
@@ -396,6 +428,8 @@ def _sum_fp8_warps(args, shared, HALF: gl.constexpr, CALL: gl.constexpr):
         last = next_last
         factor = _take_factors(shared, turn, ROW)
         item = _name_item(args, number, CALL)
+        if CALL.PREFIX.SCALE == "tensor":
+            acc_a, acc_b = acc_a * _one_scale(args, CALL), acc_b * _one_scale(args, CALL)
         _store_results(acc_a, factor, args, item, HALF * 256, CALL)
         _store_results(acc_b, factor, args, item, HALF * 256 + 128, CALL)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
@@ -423,16 +457,21 @@ def _change_layout(buffer, x, LAYOUT: gl.constexpr):
 @gluon.jit
 def _score_fp8_warps(args, shared, CALL: gl.constexpr):
     """Copies the rows; QK; the softmax."""
-    ALL_STORED: gl.constexpr = CALL.PREFIX.ROPE == ""
+    ALL_STORED: gl.constexpr = CALL.PREFIX.COLUMNS == 512
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    BYTES: gl.constexpr = _bytes_layout()
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
     zeros = gl.full([CALL.BLOCK_H, CALL.BLOCK_K], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
+    qk_scale = args.qk_scale * _one_scale(args, CALL)
     mbarrier.wait(shared.looked_up, 0)
-    if not ALL_STORED:
+    if CALL.PREFIX.ROPE == "bf16":
         _copy_rope(args, shared, 0, CALL)
+    elif CALL.PREFIX.ROPE == "fp8":
+        rope = _load_rope(args, shared, 0, CALL)
     _copy_first_parts(args, shared, 0, CALL)
     for number in range(2):
         _copy_tile(args, shared, number, CALL)
@@ -440,53 +479,92 @@ def _score_fp8_warps(args, shared, CALL: gl.constexpr):
         item = _item(args, number, CALL)
         _copy_query(shared.query_a, args.q, item, 0, CALL)
         _copy_query(shared.query_b, args.q, item, 256, CALL)
+        if CALL.GROUPS > 1:
+            _copy_query(shared.query_rope, args.q, item, 512, CALL)
         async_copy.commit_group()
-        rows = args.q.nope + item[0].to(gl.int64) * args.q.stride_n
-        if ALL_STORED:
-            part_b = _load_query(rows + 320, args.q.stride_h, item[1], COPY, CALL)
-        part_c = _load_query(rows + 384, args.q.stride_h, item[1], COPY, CALL)
-        part_d = _load_query(rows + 448, args.q.stride_h, item[1], COPY, CALL)
-        mbarrier.wait(shared.summed, count & 1 ^ 1)
-        if ALL_STORED:
-            query_b_last = _change_layout(shared.numerators, part_b, QUERY)
-        query_c = _change_layout(shared.numerators, part_c, QUERY)
-        query_d = _change_layout(shared.numerators, part_d, QUERY)
+        if CALL.GROUPS == 1:
+            rows = args.q.nope + item[0].to(gl.int64) * args.q.stride_n
+            if ALL_STORED:
+                part_b = _load_query(rows + 320, args.q.stride_h, item[1], COPY, CALL)
+            part_c = _load_query(rows + 384, args.q.stride_h, item[1], COPY, CALL)
+            part_d = _load_query(rows + 448, args.q.stride_h, item[1], COPY, CALL)
+            mbarrier.wait(shared.summed, count & 1 ^ 1)
+            # Numerators are still to come: Q takes its way through their place.
+            exchange = shared.numerators.index(0)
+            if ALL_STORED:
+                query_b_last = _change_layout(exchange, part_b, QUERY)
+                if CALL.HEAD_DIM > 512:
+                    part_e = _load_query(rows + 512, args.q.stride_h, item[1], COPY, CALL)
+            query_c = _change_layout(exchange, part_c, QUERY)
+            query_d = _change_layout(exchange, part_d, QUERY)
+            if CALL.HEAD_DIM > 512:
+                query_e = _change_layout(exchange, part_e, QUERY)
         m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, ROW)
         l = gl.full([CALL.BLOCK_H], 0.0, gl.float32, ROW)
         for tile in range(item[3]):
             stage = count % 2
             # RoPE has come, and Q before the first tile.
             async_copy.wait_group(0)
+            if CALL.PREFIX.ROPE == "fp8":
+                target = reinterpret(shared.rope, gl.int32, [CALL.BLOCK_K, 32], PAIRS)
+                target.store(_widen(rope, gl.full([CALL.BLOCK_K, 1], 1.0, gl.bfloat16, BYTES)))
             _make_writes_visible()
             k_a = shared.tiles[0].index(stage).permute((1, 0))
             k_b = shared.tiles[1].index(stage).permute((1, 0))
-            k_c = shared.tiles[2].index(stage).permute((1, 0))
-            k_d = shared.tiles[3].index(stage).slice(0, 64, dim=1).permute((1, 0))
-            k_e = shared.tiles[3].index(stage).slice(64, 64, dim=1).permute((1, 0))
-            s = warpgroup_mma(shared.query_a.slice(0, 128, dim=1), k_a, zeros, use_acc=False, is_async=True)
-            s = warpgroup_mma(shared.query_a.slice(128, 128, dim=1), k_b, s, is_async=True)
-            if ALL_STORED:
-                k_c_first = shared.tiles[2].index(stage).slice(0, 64, dim=1).permute((1, 0))
-                k_c_last = shared.tiles[2].index(stage).slice(64, 64, dim=1).permute((1, 0))
-                s = warpgroup_mma(shared.query_b, k_c_first, s, is_async=True)
-                s = warpgroup_mma(query_b_last, k_c_last, s, is_async=True)
+            query_a = shared.query_a.slice(0, 128, dim=1)
+            query_b = shared.query_a.slice(128, 128, dim=1)
+            if CALL.GROUPS > 1:
+                k_rope = shared.rope.permute((1, 0))
+                query_c = shared.query_b.slice(0, 128, dim=1)
+                query_d = shared.query_b.slice(128, 128, dim=1)
+                k_c = shared.tiles[2].index(stage).permute((1, 0))
+                k_d = shared.tiles[3].index(stage).permute((1, 0))
+                s = warpgroup_mma(shared.query_rope, k_rope, zeros, use_acc=False, is_async=True)
+                s_a = warpgroup_mma(query_a, k_a, zeros, use_acc=False, is_async=True)
+                s_b = warpgroup_mma(query_b, k_b, zeros, use_acc=False, is_async=True)
+                s_c = warpgroup_mma(query_c, k_c, zeros, use_acc=False, is_async=True)
+                s_d = warpgroup_mma(query_d, k_d, zeros, use_acc=False, is_async=True)
             else:
-                s = warpgroup_mma(shared.query_b, k_c, s, is_async=True)
-            s = warpgroup_mma(query_c, k_d, s, is_async=True)
-            s = warpgroup_mma(query_d, k_e, s, is_async=True)
+                k_d = shared.tiles[3].index(stage).slice(0, 64, dim=1).permute((1, 0))
+                k_e = shared.tiles[3].index(stage).slice(64, 64, dim=1).permute((1, 0))
+                s = warpgroup_mma(query_a, k_a, zeros, use_acc=False, is_async=True)
+                s = warpgroup_mma(query_b, k_b, s, is_async=True)
+                if ALL_STORED:
+                    k_c_first = shared.tiles[2].index(stage).slice(0, 64, dim=1).permute((1, 0))
+                    k_c_last = shared.tiles[2].index(stage).slice(64, 64, dim=1).permute((1, 0))
+                    s = warpgroup_mma(shared.query_b, k_c_first, s, is_async=True)
+                    s = warpgroup_mma(query_b_last, k_c_last, s, is_async=True)
+                else:
+                    k_c = shared.tiles[2].index(stage).permute((1, 0))
+                    s = warpgroup_mma(shared.query_b, k_c, s, is_async=True)
+                s = warpgroup_mma(query_c, k_d, s, is_async=True)
+                s = warpgroup_mma(query_d, k_e, s, is_async=True)
+                if CALL.HEAD_DIM > 512:
+                    s = warpgroup_mma(query_e, shared.rope.permute((1, 0)), s, is_async=True)
             named = shared.slots.index(count % 4).load(gl.SliceLayout(0, SCORES)) != -1
-            scores = warpgroup_mma_wait(0, deps=[s])
+            if CALL.GROUPS > 1:
+                scores, s_a, s_b, s_c, s_d = warpgroup_mma_wait(0, deps=[s, s_a, s_b, s_c, s_d])
+                numerators, scales = shared.numerators, shared.scales.index(count % 4)
+                scores += s_a * scales.slice(0, 1, dim=0).load(SCORES)
+                scores += s_b * scales.slice(1, 1, dim=0).load(SCORES)
+                scores += s_c * scales.slice(2, 1, dim=0).load(SCORES)
+                scores += s_d * scales.slice(3, 1, dim=0).load(SCORES)
+            else:
+                scores = warpgroup_mma_wait(0, deps=[s])
+                numerators, scales = shared.numerators.index(0), None
             mbarrier.wait(shared.summed, count & 1 ^ 1)
-            if not ALL_STORED:
+            if CALL.PREFIX.ROPE == "bf16":
                 _copy_rope(args, shared, count + 1, CALL)
             m, l = _softmax_tile(
                 _causal(scores, item, tile, 0, CALL), gl.where(named, 0.0, float("-inf")), m, l,
-                args.qk_scale, shared.numerators, shared.corrections, shared.changes, CALL,
+                qk_scale, numerators, scales, shared.corrections, shared.changes, CALL,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(shared.scored, count=1)
             count += 1
             _copy_tile(args, shared, count + 1, CALL)
+            if CALL.PREFIX.ROPE == "fp8":
+                rope = _load_rope(args, shared, count, CALL)
         _finish_scores(m, l, args, item, turn, shared, CALL)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
     # Tiles past the end, too.
@@ -511,17 +589,28 @@ def _sparse_hopper_fp8_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     query_a = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 256], SWIZZLED)
     # RoPE among the values takes a part of its own as stored, and parts have two scales: Q makes room.
-    ALL_STORED: gl.constexpr = CALL.PREFIX.ROPE == ""
-    query_b = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 64 if ALL_STORED else 128], SWIZZLED)
+    ALL_STORED: gl.constexpr = CALL.PREFIX.COLUMNS == 512
+    COLUMNS: gl.constexpr = 256 if CALL.GROUPS > 1 else 64 if ALL_STORED else 128
+    query_b = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, COLUMNS], SWIZZLED)
+    query_rope: gl.constexpr = None
+    if CALL.GROUPS > 1:
+        query_rope = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 64], SWIZZLED)
     tiles = _allocate_each(DTYPE, (2, CALL.BLOCK_K, 128), SWIZZLED, 4)
     first_parts = _allocate_each(gl.int32, (2, CALL.BLOCK_K, 16), ROWS, 2)
     parts = _allocate_each(gl.int32, (CALL.BLOCK_K, 16), ROWS, 6 if ALL_STORED else 5)
     stored = (first_parts[0],) + parts[0:3] + (first_parts[1],) + parts[3:]
-    scales = gl.allocate_shared_memory(gl.bfloat16, [4, CALL.BLOCK_K, 16 if ALL_STORED else 8], ROWS)
+    scales: gl.constexpr = None
+    if CALL.GROUPS > 1:
+        scales = gl.allocate_shared_memory(gl.float32, [4, CALL.GROUPS, CALL.BLOCK_K], ROWS)
+    elif CALL.PREFIX.SCALE != "tensor":
+        scales = gl.allocate_shared_memory(gl.bfloat16, [4, CALL.BLOCK_K, 16 if ALL_STORED else 8], ROWS)
+    rope: gl.constexpr = None
+    if CALL.HEAD_DIM > 512:
+        rope = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_K, 64], SWIZZLED)
     slots = gl.allocate_shared_memory(gl.int32, [4, CALL.BLOCK_K], LINE)
     numerators = gl.allocate_shared_memory(
         DTYPE,
-        [CALL.BLOCK_H, CALL.BLOCK_K],
+        [CALL.GROUPS, CALL.BLOCK_H, CALL.BLOCK_K],
         gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_H, CALL.BLOCK_K], DTYPE),
     )
     corrections = gl.allocate_shared_memory(gl.float32, [CALL.BLOCK_H], LINE)
@@ -549,8 +638,8 @@ def _sparse_hopper_fp8_kernel(
     mbarrier.init(released, count=2)
     fence_async_shared()
     shared = Fp8Shared(
-        slots, query_a, query_b, tiles, stored, scales, numerators, corrections, changes, factors,
-        looked_up, first_filled, filled, widened, scored, summed, finished, released,
+        slots, query_a, query_b, query_rope, tiles, rope, stored, scales, numerators, corrections, changes,
+        factors, looked_up, first_filled, filled, widened, scored, summed, finished, released,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -559,5 +648,5 @@ def _sparse_hopper_fp8_kernel(
             (_score_fp8_warps, (args, shared, CALL)),
         ],
         [4, 4],
-        [184, 160],
+        [168, 176] if CALL.HEAD_DIM > 512 or CALL.PREFIX.SCALE == "tensor" else [184, 160],
     )

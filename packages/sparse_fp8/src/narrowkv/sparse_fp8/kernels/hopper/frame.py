@@ -40,7 +40,8 @@ class HopperCall(NamedTuple):
     SCORE_REGISTERS, GATHER_REGISTERS: registers of a thread, in the kernel for few heads.
     PAGES: `PagedForm` if rows are found by a page table, None if by index lists. With a page table there is
     no EXTEND source.
-    HEAD_DIM: columns of Q and K; only the kernel for few heads takes more than 512.
+    HEAD_DIM: columns of Q and K.
+    GROUPS: groups of a row's columns whose scales multiply products and not the widened values; 1 for none.
     """
 
     NUM_HEADS: Any
@@ -61,6 +62,7 @@ class HopperCall(NamedTuple):
     GATHER_REGISTERS: Any
     PAGES: Any
     HEAD_DIM: Any
+    GROUPS: Any
 
 
 class HopperArguments(NamedTuple):
@@ -301,6 +303,15 @@ def _sinks(out, heads, mask, CALL: gl.constexpr):
 
 
 @gluon.jit
+def _one_scale(args, CALL: gl.constexpr):
+    """The scale that all values have in common; 1 if they have others."""
+    if CALL.PREFIX.SCALE == "tensor":
+        return gl.load(args.prefix.scale).to(gl.float32, bitcast=True)
+    else:
+        return 1.0
+
+
+@gluon.jit
 def _make_writes_visible():
     """Makes these warps' writes to shared memory visible to the matrix unit and to all of them."""
     fence_async_shared()
@@ -309,9 +320,11 @@ def _make_writes_visible():
 
 @gluon.jit
 def _softmax_tile(
-    s, masked, m, l, qk_scale, numerators, corrections, changes, CALL: gl.constexpr
+    s, masked, m, l, qk_scale, numerators, scales, corrections, changes, CALL: gl.constexpr
 ):  # fmt: skip
     """A tile's numerators and what earlier sums shrink by, to shared memory; the new state.
+
+    `scales`: None or, for each buffer of `numerators`, a row of what multiplies those in it.
 
     The reference m of a row follows only a tile that passes it by more than SLACK, in powers of two, and then
     lies HEADROOM above it: so sums rarely have to shrink, and `changes` (one for each warp's rows) says when.
@@ -322,7 +335,12 @@ def _softmax_tile(
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - m_safe[:, None])
     correction = gl.exp2(m - m_safe)
-    numerators.store(p.to(numerators.dtype))
+    if scales is None:
+        numerators.store(p.to(numerators.dtype))
+    else:
+        for g in gl.static_range(CALL.GROUPS):
+            scale = scales.slice(g, 1, dim=0).load(p.type.layout)
+            numerators.index(g).store((p * scale).to(numerators.dtype))
     corrections.store(correction)
     changed = gl.reshape((m_new > m).to(gl.int32), [changes.shape[0], m.shape[0] // changes.shape[0]])
     changes.store(gl.max(changed, 1))

@@ -47,14 +47,17 @@ from narrowkv.sparse_fp8.kernels.results import SIZES
 class WideShared(NamedTuple):
     """Shared memory and barriers of the kernel for 16-bit rows; a tile has a stage of each.
 
-    query: Q of an item. tiles: the rows. bias: 0 where a row is named, -inf elsewhere. corrections: factors
-    of earlier sums; changes: whether a warp's rows have any but 1. factors: of an item's sums.
+    query: Q of an item. tiles: the rows. query_rope, rope: their columns from 512 on, None without such.
+    bias: 0 where a row is named, -inf elsewhere. corrections: factors of earlier sums; changes: whether a
+    warp's rows have any but 1. factors: of an item's sums.
     scored: numerators of a tile are there. empty: a tile has been summed and may be overwritten.
     finished: an item's factors are there. released: they have been read.
     """
 
     query: Any
+    query_rope: Any
     tiles: Any
+    rope: Any
     numerators: Any
     bias: Any
     corrections: Any
@@ -67,9 +70,13 @@ class WideShared(NamedTuple):
 
 
 @gluon.jit
-def _multiply(query, tile, zeros):
+def _multiply(shared, stage, zeros, CALL: gl.constexpr):
     """Issues Q K^T of one tile; the caller waits for the result."""
-    return warpgroup_mma(query, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    tile = shared.tiles.index(stage)
+    s = warpgroup_mma(shared.query, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if CALL.HEAD_DIM > 512:
+        s = warpgroup_mma(shared.query_rope, shared.rope.index(stage).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -80,13 +87,10 @@ def _copy_tile(args, item, tile, r, index, number, shared, COPY: gl.constexpr, C
     stage = number % CALL.STAGES
     mbarrier.wait(shared.empty.index(stage), (number // CALL.STAGES & 1) ^ 1)
     shared.bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
-    _copy_rows(
-        shared.tiles.index(stage),
-        _select_source(first, args.prefix.nope, args.extend.nope, CALL),
-        at,
-        live,
-        COPY,
-    )
+    base = _select_source(first, args.prefix.nope, args.extend.nope, CALL)
+    _copy_rows(shared.tiles.index(stage), base, at, live, COPY)
+    if CALL.HEAD_DIM > 512:
+        _copy_rows(shared.rope.index(stage), base + 512, at, live, COPY)
 
 
 @gluon.jit
@@ -102,6 +106,8 @@ def _score_warps(args, shared, CALL: gl.constexpr):
     for number in range(gl.program_id(0), args.num_items, gl.num_programs(0)):
         item = upcoming
         _copy_query(shared.query, args.q, item, 0, CALL)
+        if CALL.HEAD_DIM > 512:
+            _copy_query(shared.query_rope, args.q, item, 512, CALL)
         index = _tile_indices(args, item, 0, r, CALL)
         _copy_tile(args, item, 0, r, index, count, shared, COPY, CALL)
         async_copy.commit_group()
@@ -115,7 +121,7 @@ def _score_warps(args, shared, CALL: gl.constexpr):
             next_index = _tile_indices(args, item, tile + 2, r, CALL)
             async_copy.wait_group(0)
             _make_writes_visible()
-            s = _multiply(shared.query, shared.tiles.index(stage), zeros)
+            s = _multiply(shared, stage, zeros, CALL)
             if tile + 1 < item[3]:
                 _copy_tile(args, item, tile + 1, r, index, count + 1, shared, COPY, CALL)
             async_copy.commit_group()
@@ -123,7 +129,7 @@ def _score_warps(args, shared, CALL: gl.constexpr):
             scores = warpgroup_mma_wait(0, deps=[s])
             m, l = _softmax_tile(
                 _causal(scores, item, tile, 0, CALL), masked, m, l, args.qk_scale,
-                shared.numerators.index(stage),
+                shared.numerators.index(stage), None,
                 shared.corrections.index(stage), shared.changes.index(stage), CALL,
             )  # fmt: skip
             _make_writes_visible()
@@ -175,6 +181,11 @@ def _sparse_hopper_kernel(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     query = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 512], SWIZZLED)
     tiles = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 512], SWIZZLED)
+    query_rope: gl.constexpr = None
+    rope: gl.constexpr = None
+    if CALL.HEAD_DIM > 512:
+        query_rope = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 64], SWIZZLED)
+        rope = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 64], SWIZZLED)
     numerators = gl.allocate_shared_memory(
         DTYPE,
         [CALL.STAGES, CALL.BLOCK_H, CALL.BLOCK_K],
@@ -197,6 +208,18 @@ def _sparse_hopper_kernel(
     mbarrier.init(released, count=1)
     fence_async_shared()
     shared = WideShared(
-        query, tiles, numerators, bias, corrections, changes, factors, scored, empty, finished, released
+        query,
+        query_rope,
+        tiles,
+        rope,
+        numerators,
+        bias,
+        corrections,
+        changes,
+        factors,
+        scored,
+        empty,
+        finished,
+        released,
     )
     gl.warp_specialize([(_sum_warps, (args, shared, CALL)), (_score_warps, (args, shared, CALL))], [4], [168])
