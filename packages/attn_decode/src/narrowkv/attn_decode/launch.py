@@ -23,7 +23,15 @@ from narrowkv.paged_cache.binding import (
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.attention.xcds import XcdOrder, xcd_order
-from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, LaunchOptions, Part, launch_by_name
+from narrowkv.runtime.launch import (
+    Arg,
+    BoundLaunch,
+    KernelLaunch,
+    LaunchOptions,
+    Part,
+    is_compiled,
+    launch_by_name,
+)
 from narrowkv.runtime.launch.workspace import MOST_COUNTERS
 from narrowkv.runtime.operation import Prepared
 from narrowkv.runtime.targets import Target
@@ -132,10 +140,15 @@ TALL_OPTIONS = LaunchOptions(num_warps=4, num_stages=1, maxnreg=168)
 def is_tall(
     target: Target, shape: DecodeShape, config: DecodeConfig, bound: BoundCache, rules: Rules
 ) -> bool:
-    """Whether `_tall_decode_kernel` serves a call whose table has neither ranges nor a tree."""
+    """Whether `_tall_decode_kernel` serves a call whose table has neither ranges nor a tree.
+
+    It is Gluon for Hopper and cannot be interpreted.
+    """
     tile = (config.kernel, config.block_m, config.block_n, shape.head_dim, shape.v_dim)
     rows, reading = shape.q_len * shape.gqa_ratio, bound.readings[READING]
     if target.name != "sm90" or tile != ("decode", 128, 128, 128, 128) or rows > config.block_m:
+        return False
+    if not is_compiled(reading.k.ptr):
         return False
     merges = config.split == "none" or config.merge_in_launch
     counters = 2 * config.num_items * shape.num_kv_heads

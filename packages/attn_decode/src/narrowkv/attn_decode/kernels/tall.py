@@ -41,7 +41,7 @@ softmax_step = in_gluon(softmax.softmax_step)
 _HALF = gl.constexpr(64)  # rows of a warpgroup
 
 
-class Ring(NamedTuple):
+class WidenedRing(NamedTuple):
     """Tiles of K or V in shared memory: as stored, in 16 bits, and which of the latter are there or free."""
 
     narrow: Any
@@ -50,7 +50,7 @@ class Ring(NamedTuple):
     emptied: Any
 
 
-class Output(NamedTuple):
+class OutputRows(NamedTuple):
     """Results, as in `Rows`."""
 
     o: Any
@@ -62,7 +62,7 @@ class Output(NamedTuple):
     o_scale: Any
 
 
-class Task(NamedTuple):
+class SplitOfHead(NamedTuple):
     """A split of a sequence for a KV head: key tiles [begin, end), none for a program without work.
 
     first: number of the sequence's first split among all splits and heads.
@@ -94,7 +94,7 @@ def _line_layout(elements, warps):
 def _make_ring(BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NARROW_STAGES: gl.constexpr):
     """An empty ring that two warpgroups read."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 128], gl.float16)
-    ring = Ring(
+    ring = WidenedRing(
         gl.allocate_shared_memory(
             gl.uint8, [NARROW_STAGES, BLOCK_N, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         ),
@@ -346,12 +346,12 @@ def _tall_decode_kernel(
     begin = gl.where(num_splits > 0, split * num_tiles // parts, 0)
     end = gl.where(num_splits > 0, (split + 1) * num_tiles // parts, 0)
     first = first_item * SIZES.num_kv_heads + kv_head
-    task = Task(seq, kv_head, kv_len, begin, end, first, split, num_splits)
+    task = SplitOfHead(seq, kv_head, kv_len, begin, end, first, split, num_splits)
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF, 128], gl.float16)
     q_tiles = gl.allocate_shared_memory(gl.float16, [2, _HALF, 128], Q)
     scale = _load_half(io, k_descale, task, q_tiles.index(0), qk_scale, 0, SIZES, K)
     other_scale = _load_half(io, k_descale, task, q_tiles.index(1), qk_scale, 1, SIZES, K)
-    out = Output(io.o, io.lse, io.sinks, io.o_token, io.o_head, io.lse_token, io.o_scale)
+    out = OutputRows(io.o, io.lse, io.sinks, io.o_token, io.o_head, io.lse_token, io.o_scale)
     k_ring = _make_ring(BLOCKS.n, 1, 2)
     v_ring = _make_ring(BLOCKS.n, 2, 2)
     fence_async_shared()
