@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,24 @@ def test_every_ratio_and_number_of_tokens(ratio, q_len, target):
     shape = {"gqa_ratio": ratio, "q_len": q_len, "lens": (40, q_len - 1)}
     with run_as(target):
         assert_right(W(**shape, num_kv_heads=1, clean=True, format=fmt))
+
+
+@pytest.mark.parametrize("split", ["none", "even", "per_sequence"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        W(lens=(300, 8, 0, 131), sinks=True), W(lens=(300, 5, 1000), granularity="head", page_size=1),
+        W(lens=(700, 127, 128), ragged=True, q_dtype=torch.float16, layout="HND"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tiles_of_96_rows_over_fp8(case, split, device):
+    """Several tiles of keys, by every split."""
+    case = replace(case, format="fp8_e4m3fn", head_dim=128, q_len=8, gqa_ratio=12, num_kv_heads=2)
+    inputs = case.inputs(device)
+    plan = inputs.plan(split=split)
+    plan = replace(plan, config=replace(plan.config, merge_in_launch=split != "none"), workspace=None)
+    assert_right(case, device, inputs=inputs, plan=plan.with_workspace())
 
 
 @pytest.mark.parametrize("q_len", [2, 4])

@@ -426,7 +426,7 @@ def _merging(
 ) -> tuple[bool, MergeTile]:
     """Whether partial results are merged in the launch, and the tile of the kernel that merges them if not.
 
-    num_items: splits of a KV head and row block that run at once; programs: of the launch.
+    num_items: splits of a KV head and row block that run at once, eight a unit; programs: of the launch.
     """
     # Merging in the launch, serially, pays while few partial results wait (H100, B64 ctx8192 at two splits:
     # 383 us against 391). AMD's chiplets share no L2, so a second kernel is the cheaper fence there.
@@ -496,7 +496,8 @@ def _shipped_config(
         waves = not (target.is_amd or _is_latency_bound(shape, units, batch_invariant))
         num_items, tiles_per_split, slots = _items_of(shape, split, slots, block_n, waves=waves)
     programs = num_items * head_programs
-    in_launch, merge = _merging(target, shape, split, slots or num_items, programs, batch_invariant)
+    at_once = min(slots, int(units * RESIDENT)) or num_items
+    in_launch, merge = _merging(target, shape, split, at_once, programs, batch_invariant)
     return DecodeConfig(
         block_m, block_n, split, num_items, tiles_per_split, in_launch, chosen, k_parts, v_parts,
         tile.options, tile.prefetch, merge, _xcd_items(target, shape, row_blocks), slots,
