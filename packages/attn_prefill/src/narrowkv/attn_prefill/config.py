@@ -153,22 +153,12 @@ def _shipped_config(
         return fused_config(target, shape, block_m, "as asked")
     if not scratch_fits:
         why = "scratch for widened keys would exceed the limit; max_kv_tokens tightens the bound"
-        return _looping(_with_few(target, shape, formats, None, classes, lambda block_m: fused_config(
+        return _with_few(target, shape, formats, None, classes, lambda block_m: fused_config(
             target, shape, block_m, why
-        )))  # fmt: skip
+        ))  # fmt: skip
     name = "pipelined" if can_pipeline else "dense"
     why = "its sequences have so many rows that keys are widened beforehand"
-    return _looping(_with_few(target, shape, formats, name, classes, lambda block_m: widened(block_m, why)))
-
-
-def _looping(config: PrefillConfig) -> PrefillConfig:
-    """Large tiles of "split" before another class, where few sequences have so many tokens, in a loop.
-
-    H200, 60 decodes and 4 x 512, 32/8 heads, whose launch for 5 to 80 tokens has no sequence: 3 us instead of
-    23. Where all sequences have 4 tokens, 96/8 heads, it takes 477 us and, without the loop, 452.
-    """
-    parts = (replace(part, loops=part.as_decode and part.block_m >= 64) for part in config.short_queries)
-    return replace(config, short_queries=tuple(parts))
+    return _with_few(target, shape, formats, name, classes, lambda block_m: widened(block_m, why))
 
 
 def _with_few(

@@ -277,8 +277,7 @@ class _Maker:
         kernel: Any = _fused_prefill_kernel
         programs, divides = self.num_tiles * shape.num_kv_heads, config.kernel != "split"
         if not divides:
-            programs = config.num_splits if rules.loops else most_work_items(shape, config)
-            programs *= shape.num_kv_heads
+            programs = most_work_items(shape, config) * shape.num_kv_heads
         num_blocks, blocks = 0, self.blocks
         if self.appends:
             kernel = _prefill_append_kernel
@@ -467,7 +466,6 @@ class _Maker:
             "split": self.config.num_splits > 1 or self.config.kernel == "split",
             "shares": self.config.kernel == "split",
             "as_decode": self.config.as_decode,
-            "loops": self.config.loops,
             "settle": traits.settle,
             "int64_offsets": False,
             "nvidia": self.nvidia,

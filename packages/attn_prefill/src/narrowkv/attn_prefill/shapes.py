@@ -101,7 +101,6 @@ class PrefillConfig:
             are to be rotated; None where a plain kernel attends anyway.
         ping_pong: on gfx950 the configuration of `kernels/cdna.py`, for calls that it serves; else None.
         as_decode: the loop over pages is that of decode, whose loads the compiler pipelines.
-        loops: of "split" in a prefill: as many programs as run at once take all splits, several each.
         xcd_rows: tiles of rows that an XCD takes of a KV head before the next one, see `xcd_order`; 0 for the
             order of the launch.
         options: compiler options of the attention kernel.
@@ -125,7 +124,6 @@ class PrefillConfig:
     fallback: PrefillConfig | None = None
     ping_pong: PrefillConfig | None = None
     as_decode: bool = False
-    loops: bool = False
     xcd_rows: int = 0
     options: LaunchOptions = field(default_factory=LaunchOptions)
 

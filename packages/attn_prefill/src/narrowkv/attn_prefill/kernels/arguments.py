@@ -188,7 +188,6 @@ class Rules(NamedTuple):
         split: whether several programs share a tile's keys.
         shares: whether programs have equal shares of all keys; see `kernels/shares.py`.
         as_decode: whether the compiler pipelines the loop's loads, as in decode.
-        loops: with `shares`, see `PrefillConfig.loops`.
         settle: see `settle_stores`.
         int64_offsets: element offsets in the cache need 64 bits.
         nvidia: whether the target is one of NVIDIA's.
@@ -216,7 +215,6 @@ class Rules(NamedTuple):
     nvidia: bool
     shares: bool = False
     as_decode: bool = False
-    loops: bool = False
     native: bool = False
     lazy: bool = False
     once: bool = False

@@ -263,18 +263,10 @@ def _fused_prefill_kernel(
             q, table, batch, num_splits, False, SIZES.gqa_ratio, RULES.window_left, SIZES.page_size,
             SIZES.ragged, BLOCKS.m, BLOCKS.n,
         )  # fmt: skip
-        first = pid // SIZES.num_kv_heads
-        if RULES.loops:
-            for item in tl.range(first, num_items, num_splits, num_stages=1, disable_licm=True):
-                attend_to_item(
-                    q, out, cache, table, workspace, qk_scale, out_scale, soft_cap, batch, kv_head,
-                    item, size, num_items, SIZES, K, V, RULES, BLOCKS,
-                )  # fmt: skip
-        else:
-            attend_to_item(
-                q, out, cache, table, workspace, qk_scale, out_scale, soft_cap, batch, kv_head,
-                first, size, num_items, SIZES, K, V, RULES, BLOCKS,
-            )  # fmt: skip
+        attend_to_item(
+            q, out, cache, table, workspace, qk_scale, out_scale, soft_cap, batch, kv_head,
+            pid // SIZES.num_kv_heads, size, num_items, SIZES, K, V, RULES, BLOCKS,
+        )  # fmt: skip
     else:
         seq, tile, q_start, q_len = tile_of(
             q, batch, pid // SIZES.num_kv_heads, SIZES.gqa_ratio, BLOCKS.m, RULES.nvidia
