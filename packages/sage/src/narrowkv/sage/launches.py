@@ -407,7 +407,7 @@ def quantise_queries(
     """The steps that quantise `q`; `k_source` is K before its quantisation, where Q is smoothed."""
     heads, rows, bounds = size.num_qo_heads, size.rows(size.q_tokens), memory.get("q_bounds")
     blocks, shifts = rows // ROW_ALIGNMENT, plan.smooth_k and lse
-    grid = (heads * (rows // _block(plan, "q")),)
+    programs = (heads * (rows // _block(plan, "q")),)
     amax = memory["amax"] if plan.q_groups is None else None
     mean = memory.get("q_mean")
     given = {
@@ -422,9 +422,9 @@ def quantise_queries(
     }
     steps: list[KernelLaunch | Clear] = [*_find_bounds(plan, "q", size, size.q_tokens, memory)]
     if amax is not None:
-        measure = launch_by_name(_tokens(plan, "q", measure=True), grid, **given)
+        measure = launch_by_name(_tokens(plan, "q", measure=True), programs, **given)
         steps += [Clear(amax, 1), measure]
-    steps.append(launch_by_name(_tokens(plan, "q", shift=shifts), grid, **given))
+    steps.append(launch_by_name(_tokens(plan, "q", shift=shifts), programs, **given))
     if k_source is not None and plan.smooth_q:
         k_rows = size.rows(size.k_tokens)
         blocks_of_one = -(-size.q_tokens // ROW_ALIGNMENT)

@@ -260,6 +260,12 @@ def mean_of(total, count):
 
 
 @triton.jit
+def has_tokens(block, base, length, BLOCK: tl.constexpr):
+    """Whether attention may read a block of BLOCK rows: tiles are read to their end, at most ALIGN rows."""
+    return block * BLOCK // ALIGN * ALIGN - base < length
+
+
+@triton.jit
 def quantise_tokens(
     x, seqs, smoothing, out, sm_scale, block, head, num_heads,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
@@ -275,7 +281,7 @@ def quantise_tokens(
     base, start, length = extent_of(seqs, seq, RAGGED)
     row = block * BLOCK + tl.arange(0, BLOCK)
     inside = row - base < length
-    if block * BLOCK - base < length:
+    if has_tokens(block, base, length, BLOCK):
         d = tl.arange(0, HEAD_DIM)
         raw = load_tokens(x, seq, start, row - base, inside, head, HEAD_DIM)
         if SMOOTH == "sequence":
@@ -356,7 +362,7 @@ def quantise_values(
     """
     seq = sequence_at(seqs, block * BLOCK, RAGGED)
     base, start, length = extent_of(seqs, seq, RAGGED)
-    if block * BLOCK - base < length:
+    if has_tokens(block, base, length, BLOCK):
         d = tl.arange(0, HEAD_DIM)
         position = tl.arange(0, BLOCK)
         token = block * BLOCK - base + key_at(position, ORDER.GATHER, ORDER.LANES, ORDER.WIDTH)
