@@ -132,13 +132,15 @@ def _choose_prefill(draw: random.Random, target: Target, formats: tuple[str, str
 def _choose_sparse(draw: random.Random, target: Target, formats: tuple[str, str]) -> None:
     kernel, heads = draw.choice(("16bit", "fused")), draw.choice((16, 32, 64, 128))
     layouts = draw.sample(list(LAYOUTS.values()), draw.choice((1, 2))) if kernel == "fused" else ()
+    head_dim = draw.choice((576, 512))
     sparse.choose_config(
-        target, kernel=kernel, num_heads=heads, head_dim=draw.choice((576, 512)), layouts=layouts,
+        target, kernel=kernel, num_heads=heads, head_dim=head_dim, layouts=layouts,
         fp8_qk=draw.random() < 0.5, fp16_query=draw.random() < 0.5, paged=draw.random() < 0.5,
     )  # fmt: skip
     sparse.specialised_config(
-        target, kernel=kernel, num_heads=heads, layouts=layouts, two_sources=draw.random() < 0.5
-    )
+        target, kernel=kernel, num_heads=heads, head_dim=head_dim, layouts=layouts,
+        two_sources=draw.random() < 0.5,
+    )  # fmt: skip
 
 
 # Rows for another version of Triton than the one that runs.

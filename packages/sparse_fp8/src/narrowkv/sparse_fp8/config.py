@@ -293,8 +293,10 @@ _AMD_ROWS = (
         "over a page table, 16 heads: one stage 214, two 155"),
     ConfigRow({"target": "gfx950", "fp16": True, "v4_rows": False},
         SparseTile(16, _amd(1, waves_per_eu=1), width=256)),
-    ConfigRow({"target": "gfx950", "heads": 16, "paged": True},
-        SparseTile(16, _amd(2, waves_per_eu=1), width=512)),
+    ConfigRow({"target": "gfx950", "heads": (16, 32), "paged": True},
+        SparseTile(16, _amd(2, waves_per_eu=1), width=512),
+        "Over a page table, 24 heads, two sequences of 1024: rows with one scale, one stage 193, two 128; "
+        "V3.2's 361 and 325"),
     ConfigRow({"target": "gfx950"}, SparseTile(16, _amd(1, waves_per_eu=1), width=512),
         "gfx950, 16 heads: 277; 32 rows 215"),
     ConfigRow({"fp32_group": 64, "heads": 64},

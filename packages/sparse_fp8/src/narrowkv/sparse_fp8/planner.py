@@ -439,12 +439,6 @@ def _choose_on_nvidia(
             "no kernel for Hopper widens these rows, and the plain one takes more than twice the 16-bit "
             "kernel's time (measured on an H200)",
         )
-    if any(LAYOUTS[each.layout].scale == "fp32" for each in formats.values()):
-        return ModeChoice(
-            "prepass",
-            "scales that are no powers of two multiply products, which takes longer than to expand the rows "
-            "(measured on an H200)",
-        )
     readings = next(count for most, count in _READINGS_ON_NVIDIA if num_heads <= most)
     if readings is None:
         return ModeChoice(

@@ -16,8 +16,8 @@ RoPE is a part, too, in DeepSeek-V4.1's rows, whose parts have two scales each. 
 widened first, 0 and 4, are copied a tile ahead of the others.
 
 RoPE columns behind 512 others have a buffer for one tile, which only QK reads: the scoring warpgroup fills
-it after QK of the tile before. V3.2's rows have a scale in fp32 for 128 columns, see the kernel for few heads:
-their four buffers of numerators, and Q, which is not in registers then, fit beside tiles of 32 rows.
+it after QK of the tile before. V3.2's rows have a scale in fp32 for 128 columns, see the kernel for few
+heads: their four buffers of numerators, and Q, which is not in registers then, fit beside tiles of 32 rows.
 
 Sources: warp specialisation as in FlashAttention-3 (Shah et al., 2024); a widened tile that QK and PV share
 as in FlashMLA's kernels for an FP8 cache (DeepSeek, 2025).
