@@ -172,8 +172,8 @@ def test_decode_is_bound_by_memory_and_uses_native_instructions(
         converts = sum(n for name, n in counts.items() if name.startswith(convert))
         assert converts * 2 * 64 == elements * converted
         if convert == FP4_CONVERT:
-            # Wait states around sixteen converts, which the compiler does not insert.
-            assert counts["s_nop"] >= converts // 4
+            # Wait states around the converts of two words, or of eight, which the compiler does not insert.
+            assert counts["s_nop"] >= converts // (4 if converted == 1 else 16)
             assert counts["v_pack_b32_f16"] == 0
 
 

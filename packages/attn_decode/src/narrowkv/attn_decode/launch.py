@@ -103,9 +103,9 @@ def reads_to_registers(target: Target, shape: DecodeShape, config: DecodeConfig,
 def reads_to_lanes(target: Target, shape: DecodeShape, config: DecodeConfig, reading: Reading) -> bool:
     """Whether decode of FP4 with one scale a head is `attend_in_lanes`.
 
-    Batch-invariant plans keep their sums. On gfx950 LDS transposes 16-bit words as fast.
+    Batch-invariant plans keep their sums.
     """
-    if target.name != "gfx942" or config.kernel != "decode" or config.split == "fixed":
+    if target.name not in ("gfx942", "gfx950") or config.kernel != "decode" or config.split == "fixed":
         return False
     return fits_lanes(shape, config, reading)
 
@@ -113,7 +113,9 @@ def reads_to_lanes(target: Target, shape: DecodeShape, config: DecodeConfig, rea
 def fits_lanes(shape: DecodeShape, config: DecodeConfig, reading: Reading) -> bool:
     """Whether `attend_in_lanes` serves a call over this cache."""
     tile = (config.block_m, config.block_n, config.options.num_warps, shape.q_len, shape.head_dim)
-    if tile != (16, 64, 1, 1, 128) or shape.v_dim != 128 or shape.page_size % 4:
+    if tile != (16, 64, 1, 1, 128) or shape.v_dim != 128:
+        return False
+    if config.kernel == "fp8" and shape.page_size % 4:  # `load_lanes_as_bytes`
         return False
     for stored, words in ((reading.k_stored, reading.k), (reading.v_stored, reading.v)):
         one_scale = stored.format == "fp4_e2m1" and stored.descale in ("e8m0", "e4m3")
@@ -205,6 +207,8 @@ def constants_of(
             early=target.name == "sm90" and config.split != "none" and not config.merge_in_launch,
             registers=registers,
             lanes=lanes,
+            # In order they would pass through LDS.
+            apart=target.is_amd and config.split != "none" and v_stored.parts > 1 and not tall,
             fp8=None if fp8 is None else fp8.type,
             p_scale=1.0 if fp8 is None else fp8.p_scale,
             q_format=get_format(shape.q_dtype).name if shape.q_dtype.itemsize == 1 else "",

@@ -215,9 +215,26 @@ def _fp4_nibble(word, INDEX: tl.constexpr):
     return (((word << (12 - 4 * INDEX)) >> 3) & -29184).to(tl.float16, bitcast=True)
 
 
+@triton.constexpr_function
+def _fp4_bytes(pack: int) -> str:
+    """Assembly that converts `pack` words: byte i of word w to operand `i * pack + w`."""
+    name = "v_cvt_scalef32_pk_f16_fp4"
+    converts = [
+        f"{name} ${i * pack + w}, ${4 * pack + w}, ${5 * pack + w} op_sel:[{i % 2},{i // 2},0]"
+        for w in range(pack)
+        for i in range(4)
+    ]
+    return "\n".join(["s_nop 2", *converts, "s_nop 1"])
+
+
+@triton.constexpr_function
+def _operands_of_fp4_bytes(pack: int, uniform: bool) -> str:
+    return ",".join(["=&v"] * (4 * pack) + ["v"] * pack + ["s" if uniform else "v"] * pack)
+
+
 @triton.jit
-def fp4_quads_cdna4(x, scale, UNIFORM: tl.constexpr):
-    """FP4 as float16 in four tiles of pairs, times a power of two; see `widen_parts`, route "cdna4".
+def fp4_bytes_cdna4(words, scale, UNIFORM: tl.constexpr, PACK: tl.constexpr):
+    """The four bytes of int32 words of FP4 as pairs of float16 in an int32, times a power of two.
 
     gfx950's instruction converts the two nibbles of a byte. The assembly works on elements of 32 bits, each
     on its own, because the compiler may give a lane the elements of a tile in any order.
@@ -225,6 +242,26 @@ def fp4_quads_cdna4(x, scale, UNIFORM: tl.constexpr):
     The compiler inserts no wait states around inline assembly, so the `s_nop`s do: 3 before, because a matrix
     instruction of 4 passes may still read a register that is written here; 2 after, before a matrix
     instruction may read a result.
+
+    Args:
+        words: int32 of eight nibbles.
+        scale: float32, the factor of a word; see `widen_parts`, route "cdna4".
+        UNIFORM: whether all factors are one number.
+        PACK: words of a lane between wait states.
+    """
+    return tl.inline_asm_elementwise(
+        _fp4_bytes(PACK),
+        _operands_of_fp4_bytes(PACK, UNIFORM),
+        [words, scale],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=PACK,
+    )
+
+
+@triton.jit
+def fp4_quads_cdna4(x, scale, UNIFORM: tl.constexpr):
+    """FP4 as float16 in four tiles of pairs, times a power of two; see `widen_parts`, route "cdna4".
 
     Args:
         x: int16 words `[N, W]` of four nibbles.
@@ -238,31 +275,19 @@ def fp4_quads_cdna4(x, scale, UNIFORM: tl.constexpr):
     N: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     low, high = tl.split(tl.reshape(x, [N, W // 2, 2]))
-    bytes_of_pairs = tl.inline_asm_elementwise(
-        """
-        s_nop 2
-        v_cvt_scalef32_pk_f16_fp4 $0, $8, $10
-        v_cvt_scalef32_pk_f16_fp4 $2, $8, $10 op_sel:[1,0,0]
-        v_cvt_scalef32_pk_f16_fp4 $4, $8, $10 op_sel:[0,1,0]
-        v_cvt_scalef32_pk_f16_fp4 $6, $8, $10 op_sel:[1,1,0]
-        v_cvt_scalef32_pk_f16_fp4 $1, $9, $11
-        v_cvt_scalef32_pk_f16_fp4 $3, $9, $11 op_sel:[1,0,0]
-        v_cvt_scalef32_pk_f16_fp4 $5, $9, $11 op_sel:[0,1,0]
-        v_cvt_scalef32_pk_f16_fp4 $7, $9, $11 op_sel:[1,1,0]
-        s_nop 1
-        """,
-        "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,s,s" if UNIFORM else "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,v,v",
-        [(low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16), scale],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=2,
-    )
+    words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    bytes_of_pairs = fp4_bytes_cdna4(words, scale, UNIFORM, 2)
     tiles = ()
     for i in tl.static_range(4):
-        pair = tl.join(bytes_of_pairs[i].to(tl.int16), (bytes_of_pairs[i] >> 16).to(tl.int16))
         # Triton's language does not unpack tuples.
-        tiles = tiles + (tl.reshape(pair, [N, W]).to(tl.float16, bitcast=True),)  # noqa: RUF005
+        tiles = tiles + (tl.reshape(both_halves(bytes_of_pairs[i]), [N, W]),)  # noqa: RUF005
     return tiles
+
+
+@triton.jit
+def both_halves(pairs):
+    """The two float16 of each int32, as a new last axis."""
+    return tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -288,8 +313,13 @@ def _fp4_quads(x, ROUTE: tl.constexpr):
 @triton.jit
 def columns_of_part(INDEX: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr):
     """Which elements the columns of part INDEX are, int32 `[COLUMNS]`; see `widen_parts`."""
-    c = tl.arange(0, COLUMNS)
-    return (c // 2) * (2 * PARTS) + 2 * INDEX + c % 2 if PAIRS else c * PARTS + INDEX
+    return element_of_part(INDEX, tl.arange(0, COLUMNS), PARTS, PAIRS)
+
+
+@triton.jit
+def element_of_part(index, c, PARTS: tl.constexpr, PAIRS: tl.constexpr):
+    """Which elements columns `c` of parts `index` are; see `widen_parts`."""
+    return (c // 2) * (2 * PARTS) + 2 * index + c % 2 if PAIRS else c * PARTS + index
 
 
 @triton.jit

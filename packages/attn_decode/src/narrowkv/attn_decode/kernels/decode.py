@@ -16,7 +16,7 @@ from narrowkv.attn_decode.kernels.loop import (
     unless_zero,
 )
 from narrowkv.attn_decode.kernels.registers import attend_in_registers, load_query_registers
-from narrowkv.attn_decode.kernels.registers_cdna import attend_in_lanes, load_first
+from narrowkv.attn_decode.kernels.registers_cdna import attend_in_lanes, load_first, ordered_columns
 from narrowkv.attn_decode.kernels.tiles import (
     attended_span,
     even_split,
@@ -43,7 +43,7 @@ from narrowkv.runtime.attention.masks import SeenKeys
 from narrowkv.runtime.attention.results import (
     merge_partial_results,
     splits_to_merge,
-    store_partial_result,
+    store_parts_of_result,
 )
 from narrowkv.runtime.attention.softmax import SoftCap, multiply_values
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
@@ -68,6 +68,27 @@ def terms_of_rows(q, io, kv_head, SIZES: tl.constexpr, K: tl.constexpr, RULES: t
         # Float16 queries over a bfloat16 cache: two bfloat16 terms hold all eleven bits.
         q, q_low = split_query(q, RULES.compute, RULES.split_q, K.parts)
     return q, q_low, q_scale
+
+
+@triton.jit
+def whole_rows(acc, V: tl.constexpr, RULES: tl.constexpr):
+    """Rows of sums of values with their elements in order, from the parts of the loop."""
+    if RULES.lanes:
+        acc = ordered_columns(acc, V.parts)
+    return join_parts(acc, RULES.acc_parts, V.route == "cdna4")
+
+
+@triton.jit
+def finished_sums(acc, m, l, factor, V: tl.constexpr, RULES: tl.constexpr):
+    """Sums of values times `factor`, see `multiply_values`; in parts with `RULES.apart`, else in one."""
+    parts = acc if RULES.apart else (whole_rows(acc, V, RULES),)
+    if V.factors:
+        acc = ()
+        for i in tl.static_range(RULES.acc_parts if RULES.apart else 1):
+            part, m_multiplied, l_multiplied = multiply_values(parts[i], m, l, factor)
+            acc = acc + (part,)
+        parts, m, l = acc, m_multiplied, l_multiplied
+    return parts, m, l
 
 
 # Values that serving changes from step to step: the kernel is not compiled again for them.
@@ -242,14 +263,13 @@ def _paged_decode_kernel(
             io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, SIZES.head_dim,
             BLOCKS.dk,
         )  # fmt: skip
-    acc = join_parts(acc, RULES.acc_parts, V.route == "cdna4")
-    if V.factors:
-        acc, m, l = multiply_values(acc, m, l, v_largest)
-
+    sums, m, l = finished_sums(acc, m, l, v_largest, V, RULES)
+    acc = sums[0]
+    PARTS: tl.constexpr = RULES.acc_parts if RULES.apart else 1
     if RULES.partial:
         if num_splits > 1:
             own_slot = item.to(tl.int64) * HEAD_PROGRAMS + head_program
-            store_partial_result(workspace, own_slot, acc, m, l, row_mask, BLOCKS.m, BLOCKS.d)
+            store_parts_of_result(workspace, own_slot, sums, m, l, row_mask, BLOCKS.m, BLOCKS.d, PARTS)
             size, first_slot = 0, first_item * HEAD_PROGRAMS + head_program
             if RULES.can_merge:
                 size = splits_to_merge(
@@ -263,6 +283,8 @@ def _paged_decode_kernel(
                     workspace, acc, m, l, first_slot, size * HEAD_PROGRAMS, tl.cdiv(num_splits, size),
                     row_mask, BLOCKS.m, BLOCKS.d, 1,
                 )  # fmt: skip
+    if RULES.apart:
+        acc = whole_rows(sums, V, RULES)
     write_rows(
         io.o, io.o_scale, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
         tl.arange(0, BLOCKS.d), io.o_token, io.o_head, io.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from narrowkv.attn_decode.kernels.registers_cdna import stored_columns
 from narrowkv.attn_decode.kernels.tiles import attended_span, even_split, splits_of_sequence, tiles_of
 from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import Table, sequence_length, times_head_descale
@@ -64,6 +65,8 @@ def _merge_splits_kernel(
         part = (slot * (BLOCKS.m * BLOCKS.d) + r * BLOCKS.d)[:, None] + d[None, :]
         acc_i = tl.load(workspace.acc + part, mask=inside[:, None], other=0.0)  # [BLOCK_S, BLOCK_D]
         acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
+    if RULES.apart:
+        d = stored_columns(BLOCKS.d, V.parts, V.route == "cdna4", RULES.lanes)
     one = tl.arange(0, 1)
     heads = kv_head * SIZES.gqa_ratio + row_of_head % SIZES.gqa_ratio + one
     tokens = (seq * SIZES.q_len + row_of_head // SIZES.gqa_ratio + one).to(tl.int64)

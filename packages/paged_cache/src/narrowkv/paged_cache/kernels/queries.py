@@ -120,12 +120,13 @@ def _transform_queries_kernel(
 @triton.jit
 def largest_magnitude(q, PARTS: tl.constexpr):
     """The largest finite magnitude of a tile."""
-    top = 0.0
     for i in tl.static_range(PARTS):
         magnitude = tl.abs(q[i].to(tl.float32))
-        # Rows first: those that one lane holds need no exchange between lanes.
-        top = tl.maximum(top, tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 0), 0))
-    return top
+        magnitude = tl.where(magnitude < float("inf"), magnitude, 0.0)
+        # All parts before the first exchange between lanes.
+        top = magnitude if i == 0 else tl.maximum(top, magnitude)  # noqa: F821
+    # Rows first: those that one lane holds need no exchange.
+    return tl.max(tl.max(top, 0), 0)
 
 
 @triton.jit

@@ -25,9 +25,18 @@ def settle_stores(number, SETTLE: tl.constexpr):
 @triton.jit
 def store_partial_result(workspace, slot, acc, m, l, row_mask, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Stores a split's state: acc [slot, BLOCK_M, BLOCK_D] and ml [slot, 2, BLOCK_M] of a workspace."""
-    r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    store_parts_of_result(workspace, slot, (acc,), m, l, row_mask, BLOCK_M, BLOCK_D, 1)
+
+
+@triton.jit
+def store_parts_of_result(
+    workspace, slot, acc, m, l, row_mask, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """`store_partial_result` with acc in parts, whose columns are stored one part after the other."""
+    r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D // PARTS)
     part = slot * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
-    tl.store(workspace.acc + part, acc, mask=row_mask[:, None])
+    for i in tl.static_range(PARTS):
+        tl.store(workspace.acc + part + i * (BLOCK_D // PARTS), acc[i], mask=row_mask[:, None])
     tl.store(workspace.ml + slot * (2 * BLOCK_M) + r, m)
     tl.store(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, l)
 
