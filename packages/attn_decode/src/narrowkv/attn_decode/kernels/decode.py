@@ -270,19 +270,21 @@ def _paged_decode_kernel(
         if num_splits > 1:
             own_slot = item.to(tl.int64) * HEAD_PROGRAMS + head_program
             store_parts_of_result(workspace, own_slot, sums, m, l, row_mask, BLOCKS.m, BLOCKS.d, PARTS)
-            size, first_slot = 0, first_item * HEAD_PROGRAMS + head_program
-            if RULES.can_merge:
+            if not RULES.can_merge:
+                return
+            else:
+                first_slot = first_item * HEAD_PROGRAMS + head_program
                 size = splits_to_merge(
                     workspace, acc, m, l, first_slot, HEAD_PROGRAMS, split, num_splits, merge, row_mask,
                     BLOCKS.m, BLOCKS.d,
                 )  # fmt: skip
-            if size == 0:
-                return
-            else:
-                acc, m, l = merge_partial_results(
-                    workspace, acc, m, l, first_slot, size * HEAD_PROGRAMS, tl.cdiv(num_splits, size),
-                    row_mask, BLOCKS.m, BLOCKS.d, 1,
-                )  # fmt: skip
+                if size == 0:
+                    return
+                else:
+                    acc, m, l = merge_partial_results(
+                        workspace, acc, m, l, first_slot, size * HEAD_PROGRAMS, tl.cdiv(num_splits, size),
+                        row_mask, BLOCKS.m, BLOCKS.d, 1,
+                    )  # fmt: skip
     if RULES.apart:
         acc = whole_rows(sums, V, RULES)
     write_rows(

@@ -156,39 +156,48 @@ def attend_with_next_scores(
     return s_next, acc, m, l, v_largest, next_page, next_slot, after_page, after_slot
 
 
-@triton.jit
-def attend_to_item(
-    q, out, cache, table, workspace, qk_scale, out_scale, soft_cap, batch, kv_head, item, size, num_items,
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def _fused_prefill_kernel(
+    q, out, cache, table, workspace, qk_scale, out_scale, soft_cap,
+    batch, num_tokens, max_q_len, least_len, most_len, table_row, num_ids, max_pages, num_splits,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A split of a tile of rows by its number among all of the launch; see `share_size`."""
-    share = find_share(
-        q, table, batch, item, size, num_items, False, SIZES.gqa_ratio, RULES.window_left, SIZES.page_size,
-        SIZES.ragged, BLOCKS.m, BLOCKS.n, not RULES.as_decode, RULES.nvidia,
-    )  # fmt: skip
-    if share.seq >= 0:
-        attend_to_rows_of(
-            q, out, cache, table, workspace, qk_scale, out_scale, soft_cap, kv_head, share.seq, share.number,
-            share.q_start, share.q_len, share.split, share.num_splits, item, share, SIZES, K, V, RULES,
-            BLOCKS,
-        )  # fmt: skip
-
-
-@triton.jit
-def attend_to_rows_of(
-    q, out, cache, table, workspace, qk_scale, out_scale, soft_cap, kv_head, seq, tile, q_start, q_len,
-    split, num_splits, index, share,
-    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows of a sequence over a split of its keys; the last program of the tile writes its rows.
+    """One tile of rows of one KV head over the paged cache; programs run fastest over KV heads.
 
     Args:
-        seq, tile, q_start, q_len: as in `Tile`.
-        split, num_splits: which split, and how many there are. index: the tile's number among all heads'.
-        share: the `Share`, or None without `RULES.shares`.
+        q, out: `Queries` without the sizes that follow, `Outputs`. cache: `Cache`. workspace: `Workspace`.
+        table, table_row, num_ids, max_pages: `Table`, and the sizes that serving changes.
+        qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
+        num_splits: programs that share a tile's keys; with `RULES.shares` see `share_size`.
+        SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
     NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
     k, v, k_descale, v_descale = cache
+    q = sized_queries(q, num_tokens, max_q_len, least_len, most_len)
+    table = sized_table(table, table_row, num_ids, max_pages, SIZES.ragged)
+    pid = program_on_its_xcd(tl.program_id(0), tl.num_programs(0), RULES.order)
+    kv_head = pid % SIZES.num_kv_heads
+    share = None
+    if RULES.shares:
+        size, num_items = share_size(
+            q, table, batch, num_splits, False, SIZES.gqa_ratio, RULES.window_left, SIZES.page_size,
+            SIZES.ragged, BLOCKS.m, BLOCKS.n,
+        )  # fmt: skip
+        share = find_share(
+            q, table, batch, pid // SIZES.num_kv_heads, size, num_items, False, SIZES.gqa_ratio,
+            RULES.window_left, SIZES.page_size, SIZES.ragged, BLOCKS.m, BLOCKS.n, not RULES.as_decode,
+            RULES.nvidia,
+        )  # fmt: skip
+        seq, tile, q_start, q_len = share.seq, share.number, share.q_start, share.q_len
+        split = share.split
+        num_splits = share.num_splits
+    else:
+        seq, tile, q_start, q_len = tile_of(
+            q, batch, pid // SIZES.num_kv_heads, SIZES.gqa_ratio, BLOCKS.m, RULES.nvidia
+        )
+        split = tl.program_id(2)
+    if seq < 0:
+        return
     served = tl.minimum(q_len, q.max_len)
     tokens, heads, row_mask, within = rows_of(q_start, served, tile, kv_head, SIZES.gqa_ratio, BLOCKS.m)
     kv_len = sequence_length(table, seq, seq >= 0, SIZES.page_size, SIZES.ragged)
@@ -228,51 +237,12 @@ def attend_to_rows_of(
         )  # fmt: skip
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     last_one, acc, m, l = merge_programs(
-        workspace, share, acc, m, l, kv_head, index, split, num_splits, tl.num_programs(0), row_mask,
+        workspace, share, acc, m, l, kv_head, pid, split, num_splits, tl.num_programs(0), row_mask,
         SIZES, RULES, BLOCKS,
     )  # fmt: skip
-    if last_one:
-        write_rows(
-            out.ptr, out.scale, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
-            tl.arange(0, BLOCKS.d), out.token, out.head, out.lse_token, SIZES.v_head_dim, RULES.sinks,
-            RULES.lse,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=RUNTIME_SIZES)
-def _fused_prefill_kernel(
-    q, out, cache, table, workspace, qk_scale, out_scale, soft_cap,
-    batch, num_tokens, max_q_len, least_len, most_len, table_row, num_ids, max_pages, num_splits,
-    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """One tile of rows of one KV head over the paged cache; programs run fastest over KV heads.
-
-    Args:
-        q, out: `Queries` without the sizes that follow, `Outputs`. cache: `Cache`. workspace: `Workspace`.
-        table, table_row, num_ids, max_pages: `Table`, and the sizes that serving changes.
-        qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
-        num_splits: programs that share a tile's keys; with `RULES.shares` see `share_size`.
-        SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
-    """
-    q = sized_queries(q, num_tokens, max_q_len, least_len, most_len)
-    table = sized_table(table, table_row, num_ids, max_pages, SIZES.ragged)
-    pid = program_on_its_xcd(tl.program_id(0), tl.num_programs(0), RULES.order)
-    kv_head = pid % SIZES.num_kv_heads
-    if RULES.shares:
-        size, num_items = share_size(
-            q, table, batch, num_splits, False, SIZES.gqa_ratio, RULES.window_left, SIZES.page_size,
-            SIZES.ragged, BLOCKS.m, BLOCKS.n,
-        )  # fmt: skip
-        attend_to_item(
-            q, out, cache, table, workspace, qk_scale, out_scale, soft_cap, batch, kv_head,
-            pid // SIZES.num_kv_heads, size, num_items, SIZES, K, V, RULES, BLOCKS,
-        )  # fmt: skip
-    else:
-        seq, tile, q_start, q_len = tile_of(
-            q, batch, pid // SIZES.num_kv_heads, SIZES.gqa_ratio, BLOCKS.m, RULES.nvidia
-        )
-        if seq >= 0:
-            attend_to_rows_of(
-                q, out, cache, table, workspace, qk_scale, out_scale, soft_cap, kv_head, seq, tile, q_start,
-                q_len, tl.program_id(2), num_splits, pid, None, SIZES, K, V, RULES, BLOCKS,
-            )  # fmt: skip
+    if not last_one:
+        return
+    write_rows(
+        out.ptr, out.scale, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
+        tl.arange(0, BLOCKS.d), out.token, out.head, out.lse_token, SIZES.v_head_dim, RULES.sinks, RULES.lse,
+    )  # fmt: skip

@@ -213,12 +213,13 @@ def merge_shares(
         first_slot = (share.first_item * NUM_KV_HEADS + kv_head).to(tl.int64)
         step = share.step * NUM_KV_HEADS
         size = share.num_splits
+        own_slot, in_group = first_slot, size
         if GROUPS:
             if share.num_splits > _MERGED_AT_ONCE:
                 size = tl.sqrt(share.num_splits.to(tl.float32)).to(tl.int32) + 1
-        begin = share.split // size * size
-        own_slot = first_slot + begin * step
-        in_group = tl.minimum(share.num_splits - begin, size)
+            begin = share.split // size * size
+            own_slot += begin * step
+            in_group = tl.minimum(share.num_splits - begin, size)
         store_partial_result(
             workspace, first_slot + share.split * step, acc, m, l, row_mask, BLOCK_M, BLOCK_D
         )
