@@ -80,15 +80,15 @@ def whole_rows(acc, V: tl.constexpr, RULES: tl.constexpr):
 
 @triton.jit
 def finished_sums(acc, m, l, factor, V: tl.constexpr, RULES: tl.constexpr):
-    """Sums of values times `factor`, see `multiply_values`; in parts with `RULES.apart`, else in one."""
-    parts = acc if RULES.apart else (whole_rows(acc, V, RULES),)
+    """The first of `RULES.kept_parts` of sums of values times `factor`, and all; see `multiply_values`."""
+    parts = acc if RULES.kept_parts > 1 else (whole_rows(acc, V, RULES),)
     if V.factors:
         acc = ()
-        for i in tl.static_range(RULES.acc_parts if RULES.apart else 1):
+        for i in tl.static_range(RULES.kept_parts):
             part, m_multiplied, l_multiplied = multiply_values(parts[i], m, l, factor)
             acc = acc + (part,)
         parts, m, l = acc, m_multiplied, l_multiplied
-    return parts, m, l
+    return parts[0], parts, m, l
 
 
 # Values that serving changes from step to step: the kernel is not compiled again for them.
@@ -263,13 +263,11 @@ def _paged_decode_kernel(
             io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, SIZES.head_dim,
             BLOCKS.dk,
         )  # fmt: skip
-    sums, m, l = finished_sums(acc, m, l, v_largest, V, RULES)
-    acc = sums[0]
-    PARTS: tl.constexpr = RULES.acc_parts if RULES.apart else 1
+    acc, sums, m, l = finished_sums(acc, m, l, v_largest, V, RULES)
     if RULES.partial:
         if num_splits > 1:
-            own_slot = item.to(tl.int64) * HEAD_PROGRAMS + head_program
-            store_parts_of_result(workspace, own_slot, sums, m, l, row_mask, BLOCKS.m, BLOCKS.d, PARTS)
+            slot = item.to(tl.int64) * HEAD_PROGRAMS + head_program
+            store_parts_of_result(workspace, slot, sums, m, l, row_mask, BLOCKS.m, BLOCKS.d, RULES.kept_parts)
             if not RULES.can_merge:
                 return
             else:
@@ -280,12 +278,11 @@ def _paged_decode_kernel(
                 )  # fmt: skip
                 if size == 0:
                     return
-                else:
-                    acc, m, l = merge_partial_results(
-                        workspace, acc, m, l, first_slot, size * HEAD_PROGRAMS, tl.cdiv(num_splits, size),
-                        row_mask, BLOCKS.m, BLOCKS.d, 1,
-                    )  # fmt: skip
-    if RULES.apart:
+                acc, m, l = merge_partial_results(
+                    workspace, acc, m, l, first_slot, size * HEAD_PROGRAMS, tl.cdiv(num_splits, size),
+                    row_mask, BLOCKS.m, BLOCKS.d, 1,
+                )  # fmt: skip
+    if RULES.kept_parts > 1:
         acc = whole_rows(sums, V, RULES)
     write_rows(
         io.o, io.o_scale, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask,

@@ -65,7 +65,7 @@ def _merge_splits_kernel(
         part = (slot * (BLOCKS.m * BLOCKS.d) + r * BLOCKS.d)[:, None] + d[None, :]
         acc_i = tl.load(workspace.acc + part, mask=inside[:, None], other=0.0)  # [BLOCK_S, BLOCK_D]
         acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
-    if RULES.apart:
+    if RULES.kept_parts > 1:
         d = stored_columns(BLOCKS.d, V.parts, V.route == "cdna4", RULES.lanes)
     one = tl.arange(0, 1)
     heads = kv_head * SIZES.gqa_ratio + row_of_head % SIZES.gqa_ratio + one

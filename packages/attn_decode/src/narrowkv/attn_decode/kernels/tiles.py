@@ -96,7 +96,7 @@ class Rules(NamedTuple):
         registers: the loop is `attend_in_registers`, which loads the cache to registers without shared
             memory.
         lanes: the loop is `attend_in_lanes`, in which lanes load what they multiply.
-        apart: partial results have the columns of the parts of V, one part after the other.
+        kept_parts: partial results have the columns of so many parts of V, one part after the other.
         q_format: the FP8 format of Q, which is loaded as bytes; "" for 16-bit queries.
         order: see `program_on_its_xcd`; an `XcdOrder`, or None.
     """
@@ -125,7 +125,7 @@ class Rules(NamedTuple):
     butterflies: int = 0
     registers: bool = False
     lanes: bool = False
-    apart: bool = False
+    kept_parts: int = 1
     q_format: str = ""
     order: Any = None
 
