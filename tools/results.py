@@ -284,12 +284,12 @@ def prefill() -> Chart:
     """Prefill over an FP8 cache against gathering, dequantising and SDPA."""
     groups = []
     for new, prefix in ((1024, 0), (1024, 4096), (1024, 32768), (4096, 0), (4096, 4096), (4096, 32768)):
-        row = one("prefill-h100", format="fp8_e4m3fn", heads="96/8", new_tokens=new, prefix=prefix)
+        row = one("prefill-h200", format="fp8_e4m3fn", heads="96/8", new_tokens=new, prefix=prefix)
         sdpa = row["sdpa_us"] / row["median_us"] * row["ratio_to_floor"]
         bars = [over_floor("narrowkv", row, BLUE), Bar("dequantise + SDPA", sdpa, times(sdpa), GREY)]
         groups.append(Group(f"{new} new tokens over {prefix}", bars))
     return Chart(
-        "FP8 prefill, H100: time over the floor",
+        "FP8 prefill, H200: time over the floor",
         ["96 query heads over 8 KV heads, causal, bf16 queries."],
         groups,
         mark=(1.0, "floor"),
@@ -301,12 +301,12 @@ def sparse() -> Chart:
     groups = []
     for heads, topk in ((16, 512), (16, 2048), (64, 512), (64, 2048), (128, 512), (128, 2048)):
         bars = [
-            over_floor(mode, one("sparse-h100", tokens=4096, heads=heads, topk=topk, mode=mode), color)
+            over_floor(mode, one("sparse-h200", tokens=4096, heads=heads, topk=topk, mode=mode), color)
             for mode, color in (("bf16", ORANGE), ("prepass", GREY), ("fused", BLUE))
         ]
         groups.append(Group(f"{heads} heads, top-k {topk}", bars))
     return Chart(
-        "Sparse prefill, H100: time over the floor",
+        "Sparse prefill, H200: time over the floor",
         ["4096 tokens. bf16: 16-bit rows; prepass, fused: FP8 rows."],
         groups,
         mark=(1.0, "floor"),
@@ -470,7 +470,7 @@ def peers_table() -> str:
 def prefill_table() -> str:
     """Prefill: time, ratio to the floor and the alternatives."""
     body = []
-    for row in rows("prefill-h100"):
+    for row in rows("prefill-h200"):
         ratio = f"{row['ratio_to_floor']:.2f}" if "ratio_to_floor" in row else "-"
         both = row["append_then_prefill_us"]
         body.append([
@@ -881,7 +881,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "fp4": fp4_table,
     "peers": peers_table,
     "prefill": prefill_table,
-    "sparse-h100": lambda: sparse_table("sparse-h100"),
     "sparse-h200": lambda: sparse_table("sparse-h200"),
     "sage": sage_table,
     "steps": steps_tables,
