@@ -67,7 +67,7 @@ def test_every_ratio_and_number_of_tokens(ratio, q_len, target):
     ids=str,
 )  # fmt: skip
 def test_tiles_of_96_rows_over_fp8(case, split, device):
-    """Rows that Hopper has a kernel of its own for."""
+    """Several tiles of keys, by every split."""
     case = replace(case, format="fp8_e4m3fn", head_dim=128, q_len=8, gqa_ratio=12, num_kv_heads=2)
     inputs = case.inputs(device)
     plan = inputs.plan(split=split)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,13 +18,11 @@ from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import PartialResults, _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.attn_decode.launch import (
     READING,
-    TALL_OPTIONS,
     PreparedDecode,
     allocated,
     constants_of,
     fits_lanes,
     fitting,
-    is_tall,
     launches_of,
     power_of_two,
     read_options,
@@ -162,8 +159,8 @@ class DecodePlan(Plan):
         bound = self._bind(cache)
         options = (ragged, window_left, logits_soft_cap > 0, sinks, return_lse)
         found: dict[int, BoundLaunch] = {}
-        for batch, masks in product(range(1, self.shape.batch + 1), (False, True)):
-            for prepared in self._bound_launches(bound, batch, *options, masks):
+        for batch in range(1, self.shape.batch + 1):
+            for prepared in self._bound_launches(bound, batch, *options):
                 if prepared is not None:
                     found[id(prepared)] = prepared
         return tuple(found.values())
@@ -290,21 +287,14 @@ class DecodePlan(Plan):
 
     def _bound_launches(
         self, bound: BoundCache, batch: int, ragged: bool, window_left: int, soft_cap: bool, sinks: bool,
-        lse: bool, masks: bool,
+        lse: bool,
     ) -> tuple[BoundLaunch, BoundLaunch | None]:  # fmt: skip
-        """The attention kernel of a call, and the one that merges if there is one.
-
-        masks: the page table has ranges of keys or a tree.
-        """
+        """The attention kernel of a call, and the one that merges if there is one."""
         config = fitting(self.target, self.config_for(batch), bound, soft_cap)
         constexprs = constants_of(
             self.target, self.shape, config, bound, ragged=ragged, window_left=window_left,
             soft_cap=soft_cap, sinks=sinks, lse=lse,
         )  # fmt: skip
-        if not masks and is_tall(self.target, self.shape, config, bound, constexprs["RULES"]):
-            from narrowkv.attn_decode.kernels.tall import _tall_decode_kernel
-
-            return self.bind(_tall_decode_kernel, TALL_OPTIONS, **constexprs), None
         attend = self.bind(_paged_decode_kernel, config.options, **constexprs)
         if config.split == "none" or config.merge_in_launch or config.num_items == batch:
             return attend, None
@@ -339,7 +329,7 @@ class DecodePlan(Plan):
         batch, config = shape.batch, self.config_for(shape.batch)
         attend, merge = self._bound_launches(
             bound, batch, page_table.kind == "ragged", window_left, soft_cap > 0, sinks is not None,
-            writes_lse, table.ranges is not None or table.tree is not None,
+            writes_lse,
         )  # fmt: skip
         logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
         if q.dtype.itemsize == 1:
@@ -351,8 +341,7 @@ class DecodePlan(Plan):
                 f"batch, max_seq_len and tokens_per_split make {programs} programs, and a launch has at most "
                 f"{_MAX_GRID}: plan for a smaller batch or larger splits"
             )
-        halves = 1 if attend.kernel is _paged_decode_kernel else 2  # that merge by themselves
-        counters = programs * halves if config.split != "none" else 0
+        counters = programs if config.split != "none" else 0
         if not attend.constexprs["RULES"].can_merge:
             counters = 0
         elif not config.merge_in_launch:
