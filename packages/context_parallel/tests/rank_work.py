@@ -214,7 +214,7 @@ def wrong_prefills() -> list[str]:
     """What each rank is told where rank 0 alone passes something wrong, before any token is sent."""
     rank, world = dist.get_rank(), dist.get_world_size()
     layout = ShardLayout(world, rank, PAGE)
-    shares = PrefillShares(layout, (8,), older=False)
+    shares = PrefillShares(layout, (8,), older=True)
     tokens = shares.rows().numel()
     q, k, v = (torch.zeros(tokens, heads, 64).bfloat16() for heads in (4, 2, 2))
     cache = PagedKVCache.empty(4, PAGE, 2, 64, format="bf16")
@@ -226,9 +226,15 @@ def wrong_prefills() -> list[str]:
     wrong: tuple[dict[str, Any], ...] = (
         {"out": q[:, :1]}, {"out": inside}, {"sinks": torch.zeros(5)}, {"window_left": -2},
         {"logits_soft_cap": -1.0}, {"sm_scale": float("nan")},
+        # Right on one rank, and other than what the others pass.
+        {"q": q.half(), "k_new": k.half(), "v_new": v.half()}, {"sm_scale": 0.5}, {"logits_soft_cap": 30.0},
+        {"q": q[:, :1].repeat(1, 3, 1)}, {"page_table": replace(table, page_size=3)},
+        {"page_table": table.with_key_ranges(torch.zeros(1, 1, 2, dtype=torch.int32))},
+        {"slot_mapping": torch.arange(8, device="meta")},
     )  # fmt: skip
-    prefill = partial(cp_prefill, q, k, v, cache, table, shares=shares, slot_mapping=torch.arange(8))
-    return [_told(partial(prefill, **({} if rank else given))) for given in wrong]
+    prefill = partial(cp_prefill, cache=cache, shares=shares)
+    right = {"q": q, "k_new": k, "v_new": v, "page_table": table, "slot_mapping": torch.arange(8)}
+    return [_told(partial(prefill, **right | ({} if rank else given))) for given in wrong]
 
 
 def overlaps() -> list[str]:

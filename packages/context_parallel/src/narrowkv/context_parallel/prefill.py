@@ -104,15 +104,19 @@ def cp_prefill(
             q, out, None, sinks, None, None, read, head_dim=cache.head_dim, target=target
         )
         check_layout(shares.layout.world, shares.layout.rank, ranks)
+        slots = _local_slots(shares, slot_mapping, cache.page_size, page_table)
+        older = _older_keys(shares, cache, page_table) if shares.older else None
         equal |= {
             "new_lens": shares.new_lens, "interleave": shares.layout.interleave, "comm": comm,
-            "window_left": window_left, "heads of q": q.shape[1], "older": shares.older,
+            "window_left": window_left, "heads of q": q.shape[1], "dtype of q": q.dtype,
+            "older": shares.older, "KV heads": cache.num_kv_heads, "head_dim": cache.head_dim,
+            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap,
+            "page sizes": (cache.page_size, page_table.page_size),
         }  # fmt: skip
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
     world = shares.layout.world
     states = torch.zeros(world + 1, *q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(states.shape[:3], -torch.inf, device=q.device)
-    slots = _local_slots(shares, slot_mapping, cache.page_size, page_table)
     own = _packed(k_new, v_new, shares)
     send = passed_round if comm == "ring" else gathered
     for source, block in send(own, ranks):
@@ -122,8 +126,10 @@ def cp_prefill(
         append(cache, flat[0][places], flat[1][places], slots[rows])
         if q.shape[0]:
             _attend_block(q, keys, shares, source, window_left, states[source], lse[source], options)
-    if shares.older:
-        _attend_older(q, cache, page_table, shares, ranks, window_left, states[world], lse[world], options)
+    if older is not None:
+        _attend_older(
+            q, cache, page_table, older, shares, ranks, window_left, states[world], lse[world], options
+        )
     if not q.shape[0]:
         return torch.empty_like(q) if out is None else out
     o, _ = merge_states(states, lse, sinks=sinks, out=out, out_dtype=out_dtype)
@@ -147,8 +153,14 @@ def _check_tokens(
     check_same_device(k=cache.k, q=q)
     read = {"q": q, "slot_mapping": slot_mapping}
     check_new_tokens(cache, k_new, v_new, None, read, dtypes=(q.dtype,), tokens=tokens, validate=None)
+    if q.shape[1] % cache.num_kv_heads:
+        raise ValueError(
+            f"q must have a multiple of the cache's {cache.num_kv_heads} KV heads, got {q.shape[1]} heads"
+        )
     check_index_vector("slot_mapping", slot_mapping, sum(shares.new_lens))
     check_instance("page_table", page_table, PageTable)
+    of_table = {name: x for name, x in tensors_of(cache, page_table).items() if isinstance(x, torch.Tensor)}
+    check_same_device(**{"k": cache.k, "slot_mapping": slot_mapping} | of_table)
     if not page_table.before_append or page_table.batch_size != len(shares.new_lens):
         raise ValueError(
             f"page_table must be made with cached_lens of {len(shares.new_lens)} sequences: lengths before "
@@ -235,19 +247,24 @@ def _rows_of(shares: PrefillShares, rank: int) -> tuple[torch.Tensor, torch.Tens
     return torch.cat(seqs), torch.cat(positions)
 
 
+def _older_keys(shares: PrefillShares, cache: PagedKVCache, page_table: PageTable) -> PageTable:
+    """This rank's block table of the older tokens."""
+    whole = replace(page_table, before_append=False)
+    local = shares.layout.shard_table(whole, cache.page_size).table
+    return local.to_block_table(max(whole.page_ids.shape[-1], 1))
+
+
 def _attend_older(
-    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, shares: PrefillShares,
+    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, local: PageTable, shares: PrefillShares,
     group: dist.ProcessGroup, window_left: int, o: torch.Tensor, lse: torch.Tensor, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Attends all ranks' queries to this rank's older keys; returns this rank's rows over all older keys."""
+    """Attends all ranks' queries to this rank's older keys, `local`; returns own rows over all older keys."""
     layout, most, device = shares.layout, shares.most_rows, q.device
     world, heads, head_dim = layout.world, q.shape[1], q.shape[2]
     padded = q.new_zeros(most, heads, head_dim)
     padded[: q.shape[0]] = q
     everyone = q.new_empty(world * most, heads, head_dim)
     all_gather(everyone, padded, group=group)
-    older = replace(page_table, before_append=False)
-    local = layout.shard_table(older, cache.page_size).table.to_block_table(max(older.page_ids.shape[-1], 1))
     assert local.seq_lens is not None
     # A sequence without keys takes the rows that pad a rank's share.
     ids = torch.cat([local.page_ids, local.page_ids.new_zeros(1, local.page_ids.shape[1])])
@@ -262,7 +279,9 @@ def _attend_older(
             found, places = _rows_of(shares, rank)
             seqs[rank, : len(found)], positions[rank, : len(found)] = found, places
         of_row = seqs.flatten().to(device)
-        whole = torch.cat([older.seq_lens_tensor(), lens.new_zeros(1).to(older.seq_lens_tensor())])[of_row]
+        whole = torch.cat([page_table.seq_lens_tensor(), lens.new_zeros(1).to(page_table.seq_lens_tensor())])[
+            of_row
+        ]
         begin = layout.local_lens(whole + positions.flatten().to(device) - window_left)
         ranges = torch.stack((begin.to(_I32), lens[of_row]), -1)[:, None].contiguous()
         table = PageTable.from_block_table(ids[of_row], lens[of_row], page_size=cache.page_size)
