@@ -121,12 +121,14 @@ def _transform_queries_kernel(
 def largest_magnitude(q, PARTS: tl.constexpr):
     """The largest finite magnitude of a tile."""
     for i in tl.static_range(PARTS):
-        magnitude = tl.abs(q[i].to(tl.float32))
-        magnitude = tl.where(magnitude < float("inf"), magnitude, 0.0)
+        bits = q[i].to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        # Magnitudes are ordered as their bits are. Those of no finite number become 0 without a mask of
+        # lanes, which would take a pair of scalar registers on AMD.
+        bits &= (bits - 0x7F800000) >> 31
         # All parts before the first exchange between lanes.
-        top = magnitude if i == 0 else tl.maximum(top, magnitude)  # noqa: F821
+        top = bits if i == 0 else tl.maximum(top, bits)  # noqa: F821
     # Rows first: those that one lane holds need no exchange.
-    return tl.max(tl.max(top, 0), 0)
+    return tl.max(tl.max(top, 0), 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
