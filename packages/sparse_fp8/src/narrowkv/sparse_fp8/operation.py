@@ -169,7 +169,7 @@ class SparsePlan(SparseSettings):
                 (q.bound.format_id, q.device, q.num_rows)
                 if isinstance(q, DSV4Rows)
                 else (q.shape, q.stride(), q.dtype, q.device, grad and q.requires_grad, begins_aligned(q)),
-                None if attn_sink is None else metadata_of(attn_sink),
+                None if attn_sink is None else (metadata_of(attn_sink), grad and attn_sink.requires_grad),
                 None if out is None else metadata_of(out), None if lse is None else metadata_of(lse),
             )  # fmt: skip
             call: PreparedSparse | None = self.calls.get(signature)

@@ -128,10 +128,15 @@ def flat_annotations(run: Any) -> Any:
     Triton's annotations have it flatten tuples, and drop constants and what a kernel was specialised on, in
     every launch. None for a launcher that takes no annotations.
     """
-    annotate = getattr(sys.modules[type(run).__module__], "annotate_arguments", None)
+    annotate = getattr(sys.modules.get(type(run).__module__), "annotate_arguments", None)
     if annotate is None or not hasattr(run, "arg_annotations") or not hasattr(run, "kernel_signature"):
         return None
     return annotate(["i32"] * len(run.kernel_signature))
+
+
+def _count(types: Any) -> int:
+    """How many arguments the compiled kernel has of Triton's types of all, nested as they are."""
+    return sum(_count(each) if isinstance(each, tuple) else each != "constexpr" for each in types)
 
 
 def launcher_of(
@@ -238,6 +243,8 @@ class GpuLaunch:
             annotations = None  # Triton's launcher looks for descriptors among all arguments
         launch, encode = encoding or (None, None)
         types = None if annotations is None else tuple(compiled.src.signature.values())[: len(args)]
+        if types is not None and encode is None and _count(types) != len(compiled.run.kernel_signature):
+            types = annotations = None  # the launcher reads as many arguments as the kernel has, unchecked
         return launcher_of(compiled, tail, launch, annotations), encode, types
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], device: torch.device) -> None:
