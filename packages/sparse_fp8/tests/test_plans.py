@@ -72,6 +72,22 @@ def test_a_later_call_writes_over_no_quantised_query() -> None:
         assert not recorder.launches
 
 
+def test_a_later_call_refuses_a_sink_that_requires_a_gradient() -> None:
+    inputs = W(q="bf16", mode="fused", extend_lens=None).inputs("cpu")
+    heads = inputs.case.num_qo_heads
+    sink = torch.zeros(heads, requires_grad=True)
+    with executing(LaunchRecorder("gfx942")) as recorder:
+        plan = plan_sparse(
+            num_qo_heads=heads, prefix=inputs.prefix.format, device="cpu", mode="fused", has_sink=True
+        )
+        with torch.no_grad():
+            plan.run(inputs.q, inputs.prefix, attn_sink=sink)
+        recorder.clear()
+        with pytest.raises(ValueError, match="attn_sink must not require grad"):
+            plan.run(inputs.q, inputs.prefix, attn_sink=sink)
+        assert not recorder.launches
+
+
 @pytest.mark.parametrize("layout", ["bf16", "packed584"])
 def test_nothing_is_compiled_for_the_number_of_rows(layout: str) -> None:
     """Nor of tokens, indices and splits, which Triton would make constants of or divide by 16."""
