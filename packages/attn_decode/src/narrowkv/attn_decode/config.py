@@ -16,6 +16,7 @@ from narrowkv.quant.formats import get_format
 from narrowkv.runtime.choices import choice_for
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.launch.workspace import MOST_COUNTERS
 from narrowkv.runtime.targets import WARPGROUP_ROWS, Target
 from narrowkv.runtime.tuned import size_class, tuned_choice
 
@@ -201,8 +202,6 @@ _SHORT = 1024
 # Batch-invariant splits: small enough that one long sequence occupies a device, and few enough that the
 # partial results of a large batch fit in memory.
 _INVARIANT_TOKENS, _INVARIANT_SPLITS = 512, 32
-# Arrival counters of a workspace; see `narrowkv.runtime.launch.Workspace`.
-_MAX_COUNTERS = 1 << 16
 
 
 def choose_config(
@@ -284,7 +283,7 @@ def with_choice(
         num_items=num_items,
         tiles_per_split=tiles_per_split,
         slots=0,
-        merge_in_launch=in_launch and num_items * head_programs <= _MAX_COUNTERS,
+        merge_in_launch=in_launch and num_items * head_programs <= MOST_COUNTERS,
         options=choice.options(shipped.options, shipped.block_n),
         merge=MergeTile(choice.merge_splits, choice.merge_warps) if choice.merge_splits else MergeTile(),
     )
@@ -422,19 +421,19 @@ def _xcd_items(target: Target, shape: DecodeShape, row_blocks: int) -> int:
 
 
 def _merging(
-    target: Target, shape: DecodeShape, split: str, num_items: int, programs: int, batch_invariant: bool
+    target: Target, shape: DecodeShape, split: str, at_once: int, programs: int, batch_invariant: bool
 ) -> tuple[bool, MergeTile]:
     """Whether partial results are merged in the launch, and the tile of the kernel that merges them if not.
 
-    num_items: splits of a KV head and row block that run at once, eight a unit; programs: of the launch.
+    at_once: splits of a KV head and row block that run at once, eight a unit; programs: of the launch.
     """
-    # Merging in the launch, serially, pays while few partial results wait (H100, B64 ctx8192 at two splits:
+    # Merging in the launch pays while few partial results wait (H100, B64 ctx8192 at two splits:
     # 383 us against 391). AMD's chiplets share no L2, so a second kernel is the cheaper fence there.
-    merge_in_launch = split != "none" and num_items <= 4 * shape.batch and not target.is_amd
-    # The two ways of merging round differently, and `num_items` depends on the capacity.
-    merge_in_launch = merge_in_launch and not batch_invariant and programs <= _MAX_COUNTERS
+    merge_in_launch = split != "none" and at_once <= 4 * shape.batch and not target.is_amd
+    # The two ways of merging round differently, and `at_once` depends on the capacity.
+    merge_in_launch = merge_in_launch and not batch_invariant and programs <= MOST_COUNTERS
     merge = choice_for(tiles.MERGE_ROWS, {
-        "vendor": target.vendor, "split": split, "splits": num_items // max(shape.batch, 1),
+        "vendor": target.vendor, "split": split, "splits": at_once // max(shape.batch, 1),
         "kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "invariant": batch_invariant,
     })  # fmt: skip
     return merge_in_launch, merge

@@ -169,10 +169,8 @@ def constants_of(
         k_stored = k_stored._replace(token=reading.k.token, scale_token=reading.k_descale.token)
         v_stored = v_stored._replace(token=reading.v.token, scale_token=reading.v_descale.token)
     # Tiles of fewer rows have matrix instructions of another kind, which are right in any width.
-    tall, apart = (
-        config.block_m >= 64,
-        target.is_amd and config.split != "none" and not config.merge_in_launch,
-    )
+    tall = config.block_m >= 64
+    merged_later = config.split != "none" and not config.merge_in_launch
     return {
         "SIZES": Sizes(
             shape.num_kv_heads,
@@ -207,11 +205,11 @@ def constants_of(
             even=config.split == "even",
             partial=config.split != "none",
             can_merge=config.merge_in_launch or not (config.split == "none" or target.is_amd),
-            early=target.name == "sm90" and config.split != "none" and not config.merge_in_launch,
+            early=target.name == "sm90" and merged_later,
             registers=registers,
             lanes=lanes,
             # In order they would pass through LDS.
-            kept_parts=v_stored.parts if apart and not tall else 1,
+            kept_parts=v_stored.parts if target.is_amd and merged_later and not tall else 1,
             fp8=None if fp8 is None else fp8.type,
             p_scale=1.0 if fp8 is None else fp8.p_scale,
             q_format=get_format(shape.q_dtype).name if shape.q_dtype.itemsize == 1 else "",

@@ -244,7 +244,7 @@ def partial_programs(target: Target, resident: int) -> int:
 
 
 def most_work_items(shape: PrefillShape, config: PrefillConfig) -> int:
-    """The most splits of a KV head that kernel "split" makes; see `share_size`.
+    """The most splits of a KV head that kernel "split" makes; see `find_share`.
 
     As many as run at once, or for many tiles of rows up to twice as many as those.
     """

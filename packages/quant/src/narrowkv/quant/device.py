@@ -275,13 +275,19 @@ def fp4_quads_cdna4(x, scale, UNIFORM: tl.constexpr):
     N: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     low, high = tl.split(tl.reshape(x, [N, W // 2, 2]))
-    words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    words = join_halves(low, high)
     bytes_of_pairs = fp4_bytes_cdna4(words, scale, UNIFORM, 2)
     tiles = ()
     for i in tl.static_range(4):
         # Triton's language does not unpack tuples.
         tiles = tiles + (tl.reshape(both_halves(bytes_of_pairs[i]), [N, W]),)  # noqa: RUF005
     return tiles
+
+
+@triton.jit
+def join_halves(low, high):
+    """Int32 of two int16 each; see `both_halves`."""
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @triton.jit

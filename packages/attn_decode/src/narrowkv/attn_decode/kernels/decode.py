@@ -80,7 +80,11 @@ def whole_rows(acc, V: tl.constexpr, RULES: tl.constexpr):
 
 @triton.jit
 def finished_sums(acc, m, l, factor, V: tl.constexpr, RULES: tl.constexpr):
-    """The first of `RULES.kept_parts` of sums of values times `factor`, and all; see `multiply_values`."""
+    """Sums of values times `factor` in `RULES.kept_parts`; see `multiply_values`.
+
+    Returns:
+        The first part, all parts, and m and l of the rows.
+    """
     parts = acc if RULES.kept_parts > 1 else (whole_rows(acc, V, RULES),)
     if V.factors:
         acc = ()

@@ -18,7 +18,7 @@ from narrowkv.attn_decode.kernels.loop import key_bias, load_first_tiles, load_s
 from narrowkv.attn_decode.kernels.registers import join_four
 from narrowkv.paged_cache.kernels.pages import load_page_ids, locate_keys, place_of, scale_as_number
 from narrowkv.paged_cache.kernels.tiles import accumulate, accumulate_fp8, apply_value_factors, scores
-from narrowkv.quant.device import both_halves, element_of_part, fp4_bytes_cdna4, widen_parts
+from narrowkv.quant.device import both_halves, element_of_part, fp4_bytes_cdna4, join_halves, widen_parts
 from narrowkv.quant.device_fp4_e4m3 import as_bytes, fp4_to_e4m3, select_bytes
 from narrowkv.runtime.attention.softmax import capped_logits, softmax_step
 
@@ -108,7 +108,7 @@ def widened_values(words, V: tl.constexpr):
 def pairs_of_words(words):
     """Int16 words [64, 32] as int32 of two adjacent ones."""
     low, high = tl.split(tl.reshape(words, [64, 16, 2]))
-    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    return join_halves(low, high)
 
 
 @triton.jit

@@ -96,7 +96,8 @@ class Rules(NamedTuple):
         registers: the loop is `attend_in_registers`, which loads the cache to registers without shared
             memory.
         lanes: the loop is `attend_in_lanes`, in which lanes load what they multiply.
-        kept_parts: partial results have the columns of so many parts of V, one part after the other.
+        kept_parts: in how many parts of V's columns partial results are stored, one after the other; 1: the
+            columns are in order.
         q_format: the FP8 format of Q, which is loaded as bytes; "" for 16-bit queries.
         order: see `program_on_its_xcd`; an `XcdOrder`, or None.
     """

@@ -21,7 +21,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     soft_cap_of,
     tile_of,
 )
-from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_programs, share_size
+from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_programs
 from narrowkv.paged_cache.kernels.append import load_rotated
 from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import (
@@ -173,7 +173,7 @@ def _prefill_append_kernel(
         cache, table: `Cache`, `Table`, without the sizes that follow. workspace, scales: `Workspace`,
             `AppendScales`.
         num_blocks, num_tiles: blocks of new tokens and tiles of rows of a head, at most.
-        num_splits: programs that share a tile's keys; with `RULES.shares` see `share_size`.
+        num_splits: programs that share a tile's keys; with `RULES.shares` see `find_share`.
         SIZES, K, V, STORING, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Rules`, `Blocks`.
     """
     NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
@@ -202,17 +202,12 @@ def _prefill_append_kernel(
     kv_head = pid % SIZES.num_kv_heads
     share = None
     if RULES.shares:
-        size, num_items = share_size(
-            q, table, batch, num_splits, True, SIZES.gqa_ratio, RULES.window_left, SIZES.page_size, False,
-            BLOCKS.m, BLOCKS.n,
-        )  # fmt: skip
         share = find_share(
-            q, table, batch, pid // SIZES.num_kv_heads, size, num_items, True, SIZES.gqa_ratio,
-            RULES.window_left, SIZES.page_size, False, BLOCKS.m, BLOCKS.n, not RULES.as_decode, RULES.nvidia,
+            q, table, batch, pid // SIZES.num_kv_heads, num_splits, True, SIZES.gqa_ratio, RULES.window_left,
+            SIZES.page_size, False, BLOCKS.m, BLOCKS.n, not RULES.as_decode, RULES.nvidia,
         )  # fmt: skip
         seq, tile, q_start, q_len = share.seq, share.number, share.q_start, share.q_len
-        index, split = share.counter, share.split
-        num_splits = share.num_splits
+        index, split, num_splits = 0, share.split, share.num_splits
     else:
         index = pid // SIZES.num_kv_heads // num_splits
         split = pid // SIZES.num_kv_heads % num_splits

@@ -18,7 +18,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     soft_cap_of,
     tile_of,
 )
-from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_programs, share_size
+from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_programs
 from narrowkv.paged_cache.kernels.outputs import write_rows
 from narrowkv.paged_cache.kernels.pages import (
     first_id,
@@ -168,7 +168,7 @@ def _fused_prefill_kernel(
         q, out: `Queries` without the sizes that follow, `Outputs`. cache: `Cache`. workspace: `Workspace`.
         table, table_row, num_ids, max_pages: `Table`, and the sizes that serving changes.
         qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
-        num_splits: programs that share a tile's keys; with `RULES.shares` see `share_size`.
+        num_splits: programs that share a tile's keys; with `RULES.shares` see `find_share`.
         SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
     NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
@@ -179,14 +179,9 @@ def _fused_prefill_kernel(
     kv_head = pid % SIZES.num_kv_heads
     share = None
     if RULES.shares:
-        size, num_items = share_size(
-            q, table, batch, num_splits, False, SIZES.gqa_ratio, RULES.window_left, SIZES.page_size,
-            SIZES.ragged, BLOCKS.m, BLOCKS.n,
-        )  # fmt: skip
         share = find_share(
-            q, table, batch, pid // SIZES.num_kv_heads, size, num_items, False, SIZES.gqa_ratio,
-            RULES.window_left, SIZES.page_size, SIZES.ragged, BLOCKS.m, BLOCKS.n, not RULES.as_decode,
-            RULES.nvidia,
+            q, table, batch, pid // SIZES.num_kv_heads, num_splits, False, SIZES.gqa_ratio, RULES.window_left,
+            SIZES.page_size, SIZES.ragged, BLOCKS.m, BLOCKS.n, not RULES.as_decode, RULES.nvidia,
         )  # fmt: skip
         seq, tile, q_start, q_len = share.seq, share.number, share.q_start, share.q_len
         split = share.split

@@ -40,7 +40,6 @@ class Share(NamedTuple):
     Attributes:
         seq, number, q_start, q_len: as in `Tile`; seq is -1 for a program without a share.
         split, num_splits: which of the tile's splits, and how many there are.
-        counter: the tile's number among all tiles of the launch.
         first_item, step: the tile's first split is item `first_item`, the next one `step` items later.
     """
 
@@ -50,7 +49,6 @@ class Share(NamedTuple):
     q_len: Any
     split: Any
     num_splits: Any
-    counter: Any
     first_item: Any
     step: Any
 
@@ -77,15 +75,18 @@ def count_tiles(
 
 
 @triton.jit
-def share_size(
-    q, table, batch, slots, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def find_share(
+    q, table, batch, item, slots, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAPPED: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles that a split has at most, and how many splits there are at most, of all tiles of rows.
+    """The share of item `item` of all splits of all tiles of rows, a `Share`.
 
-    All tiles of rows together have at most total / size splits, and one more each, so size = total / (items -
-    tiles of rows) gives at most that many items: as many as run at once, the `slots`, or twice the tiles of
-    rows if these are many. `most_work_items` bounds that number. Without tiles of rows it is 0.
+    Splits have at most `size` key tiles. All tiles of rows together have at most total / size splits, and one
+    more each, so size = total / (items - tiles of rows) gives at most that many items: as many as run at
+    once, the `slots`, or twice the tiles of rows if these are many. `most_work_items` bounds that number.
+
+    CAPPED: a tile has no more splits than one program merges.
     """
     total, row_tiles, claimed = batch * 0, batch * 0, batch * 0
     for first in range(0, batch, SEQUENCES):
@@ -98,26 +99,11 @@ def share_size(
         row_tiles += tl.sum(tiles, 0)
     most = tl.maximum(slots, row_tiles + tl.minimum(row_tiles, slots))
     size = tl.maximum(tl.cdiv(total, tl.maximum(most - row_tiles, 1)), _LEAST_TILES)
-    return size, tl.where(row_tiles > 0, most, 0)
-
-
-@triton.jit
-def find_share(
-    q, table, batch, item, size, num_items, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, CAPPED: tl.constexpr, NVIDIA: tl.constexpr,
-):  # fmt: skip
-    """The share of item `item` of all splits of all tiles of rows, a `Share`.
-
-    Args:
-        size, num_items: see `share_size`.
-        CAPPED: a tile has no more splits than one program merges.
-    """
     seq = batch * 0 - 1
     q_start, q_len, within, own_tiles, num_splits = batch * 0, batch * 0, batch * 0, batch * 0, batch * 0
-    items_before, claimed, counter = batch * 0, batch * 0, batch * 0
+    items_before, claimed = batch * 0, batch * 0
     # Without tiles of rows nothing is left to find: the launch may have no sequence at all.
-    for first in range(0, tl.where(num_items > 0, batch, 0), SEQUENCES):
+    for first in range(0, tl.where(row_tiles > 0, batch, 0), SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
         start, length, tiles, keys, claimed = count_tiles(
             q, table, seqs, batch, claimed, APPENDS, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_M,
@@ -135,8 +121,6 @@ def find_share(
         within += tl.sum(tl.where(own, item - (ends - items), 0), 0)
         own_tiles += tl.sum(tl.where(own, tiles, 0), 0)
         num_splits += tl.sum(tl.where(own, splits, 0), 0)
-        # Tiles of rows of the sequences before this one.
-        counter += tl.sum(tl.where(ends - items <= item, tl.where(own, 0, tiles), 0), 0)
         items_before = tl.max(ends, 0)
     # Through float32, exact below 2**24: Triton 3.8 fails to compile a division by the plain sum for AMD
     # (TritonGPUCoalesce ends without a message).
@@ -147,8 +131,7 @@ def find_share(
     num_splits = in_scalar_register(num_splits, NVIDIA)
     # Tiles of rows of one split are neighbours, since they read the same keys.
     number, split = within % step, within // step
-    counter = in_scalar_register(counter, NVIDIA) + number
-    return Share(seq, number, q_start, q_len, split, num_splits, counter, item - within + number, step)
+    return Share(seq, number, q_start, q_len, split, num_splits, item - within + number, step)
 
 
 @triton.jit
@@ -252,7 +235,8 @@ def merge_programs(
 
     Args:
         share: the program's `Share`, or None without `RULES.shares`.
-        tile, num_tiles: the tile's number among all heads' tiles, and how many there are.
+        tile, num_tiles: without `RULES.shares` the tile's number among all heads' tiles, and how many there
+            are.
     """
     write = True
     if RULES.shares:
