@@ -176,7 +176,8 @@ def few_bounds(
     """The most query tokens of sequences that tiles of 16, 32 and 64 rows serve; by the model alone.
 
     Returns:
-        Most query tokens and rows of a tile, in their order. A larger tile that serves no more is left out.
+        Pairs of the most query tokens and the rows of a tile, ascending. A tile that serves no more tokens
+        than a smaller one is left out.
     """
     most = few_tokens(target, shape, formats, widened)
     found = {most: 64}
@@ -185,8 +186,8 @@ def few_bounds(
     return sorted((bound, rows) for bound, rows in found.items() if bound > 0)
 
 
-def _beside_others(bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The bounds of classes that a call has besides others: the smallest tiles and the largest."""
+def _bounds_of_several(bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of `few_bounds` those of a call with several classes: with the smallest and with the largest tiles."""
     return bounds[:1] + bounds[1:][-1:]
 
 
@@ -212,7 +213,7 @@ def few_classes(
         return [], 0
     classes: list[tuple[tuple[int, int], int]] = []
     least = 0
-    for bound, rows in _beside_others(bounds):
+    for bound, rows in _bounds_of_several(bounds):
         if bound < shape.min_q_len:
             continue
         classes.append(((least, bound), rows))
@@ -227,7 +228,9 @@ def few_classes(
 def _most_together(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
     """The most sequences of a call that one kernel serves together, because launches would take longer."""
     one = estimate(target, shape, formats, widened, (1, 1, shape.max_seq_len))
-    launches = len(_beside_others(few_bounds(target, shape, formats, widened))) * rates_of(target).launch_us
+    launches = (
+        len(_bounds_of_several(few_bounds(target, shape, formats, widened))) * rates_of(target).launch_us
+    )
     return 1 + int(launches / max(one.us - one.launch_us, 1e-9))
 
 

@@ -133,7 +133,7 @@ def load_length(table, seq, mask, RAGGED: tl.constexpr):
 @triton.jit
 def length_of(table, loaded, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr):
     """`sequence_length` from what `load_length` loaded."""
-    # Positions stay below 2**31, those of the tile after the last key too.
+    # Positions fit int32, also in the tile that follows the last key.
     MOST: tl.constexpr = (2**31 - 2**17) // PAGE_SIZE
     lens, begin, end = loaded
     if RAGGED:

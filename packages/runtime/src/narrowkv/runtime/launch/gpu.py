@@ -123,10 +123,11 @@ def _needs_wrapper(run: Any) -> bool:
 
 
 def flat_annotations(run: Any) -> Any:
-    """What tells Triton's launcher that it is given the arguments of the compiled kernel, and no others.
+    """Annotations with which Triton's launcher takes the arguments of the compiled kernel as they are.
 
-    Triton's annotations have it flatten tuples, and drop constants and what a kernel was specialised on, in
-    every launch. None for a launcher that takes no annotations.
+    With Triton's own annotations it takes the arguments of the Python function: every launch flattens their
+    tuples, and drops constants and what the kernel was specialised on. None for a launcher that takes no
+    annotations.
     """
     annotate = getattr(sys.modules.get(type(run).__module__), "annotate_arguments", None)
     if annotate is None or not hasattr(run, "arg_annotations") or not hasattr(run, "kernel_signature"):
@@ -134,9 +135,9 @@ def flat_annotations(run: Any) -> Any:
     return annotate(["i32"] * len(run.kernel_signature))
 
 
-def _count(types: Any) -> int:
-    """How many arguments the compiled kernel has of Triton's types of all, nested as they are."""
-    return sum(_count(each) if isinstance(each, tuple) else each != "constexpr" for each in types)
+def _count_arguments(types: Any) -> int:
+    """How many arguments a compiled kernel has, by Triton's types of the Python function's."""
+    return sum(_count_arguments(t) if isinstance(t, tuple) else t != "constexpr" for t in types)
 
 
 def launcher_of(
@@ -243,8 +244,11 @@ class GpuLaunch:
             annotations = None  # Triton's launcher looks for descriptors among all arguments
         launch, encode = encoding or (None, None)
         types = None if annotations is None else tuple(compiled.src.signature.values())[: len(args)]
-        if types is not None and encode is None and _count(types) != len(compiled.run.kernel_signature):
-            types = annotations = None  # the launcher reads as many arguments as the kernel has, unchecked
+        # The launcher reads as many arguments as the kernel has, and does not count those that it is given.
+        # Encoded descriptors are several arguments each.
+        counted = types is None or encode is not None
+        if not counted and _count_arguments(types) != len(compiled.run.kernel_signature):
+            types = annotations = None
         return launcher_of(compiled, tail, launch, annotations), encode, types
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], device: torch.device) -> None:

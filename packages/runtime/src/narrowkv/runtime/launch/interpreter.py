@@ -179,7 +179,7 @@ class RepairedBuilder(stock.InterpreterBuilder):
         return stock.TensorHandle(_f32_to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
 
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
-        """The product is exact; the sum is rounded to float64, and then to the type."""
+        """In float64, which holds products of all other types, and then in the type of the sum."""
         dtype = z.dtype.scalar
         x, y, z = (self._decoded(each).data for each in (x, y, z))
         result = (x.astype(np.float64) * y + z).astype(z.dtype)

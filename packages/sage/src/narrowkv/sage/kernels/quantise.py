@@ -380,7 +380,9 @@ def _quantise_keys_values_kernel(
     GROUPS: tl.constexpr, V_FORMAT: tl.constexpr, ORDER: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of K or of V. Grid: heads times the sum of scratch rows / BLOCK and / V_BLOCK.
+    """Quantises a block of tokens of one head, of K or of V.
+
+    Grid: heads * (rows / BLOCK + rows / V_BLOCK), where rows are those of the scratch.
 
     From the last block to the first, and K before V: what the statistics read last may still be in the L2.
     """

@@ -341,7 +341,7 @@ class SparseFamily(TunedFamily[int, sparse.SparseChoice]):
 
 
 class SageFamily(TunedFamily[tuple[int, bool], sage.SageChoice]):
-    """Sage attention of one sequence; Q and K are quantised to int8 within the measured time.
+    """Sage attention of one sequence. The measured time includes quantising Q and K to int8 and V to FP8.
 
     A shape is its tokens, and whether it is causal.
     """

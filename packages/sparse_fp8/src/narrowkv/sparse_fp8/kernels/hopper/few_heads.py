@@ -1,7 +1,6 @@
 """Sparse attention on Hopper (sm90) for few heads, in Gluon: both products swapped, so no head is padded.
 
-Up to 32 heads over 16-bit rows and FP8 rows with one scale, up to 16 over other FP8 rows; see the choices in
-`sparse_fp8.config`.
+For up to 16 or 32 heads, by the layout of the rows: see the choices in `sparse_fp8.config`.
 
 V3.2's rows have a scale in fp32 for 128 columns, more bits than a widened value can hold: such groups have
 products of their own, K Q^T that the scales multiply, and numerators that they have multiplied.
@@ -58,7 +57,8 @@ class FewHeadsShared(NamedTuple):
     """Shared memory and barriers of the kernel for few heads; a tile of the ring has a stage of each.
 
     As in `WideShared`. query_rope, rope: columns of Q and of the rows from 512 on, None without such. tops:
-    maxima of four warps. scales: those of a tile's groups, None where values are widened with theirs.
+    maxima of four warps. scales: of a tile's groups of columns, where they multiply products; None where
+    widened values are multiplied by their scales.
     numerators: CALL.GROUPS buffers a stage. states: an item's maxima and denominators. full: a tile is there.
     """
 
@@ -204,7 +204,7 @@ def _scale(scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr
     """The scales of a tile of 64 columns: bf16 `[rows, 1]`, or `[rows, 16]`, one for each word of values."""
     BYTE: gl.constexpr = TILE * 64 // STORED.GROUP * STORED.STEP
     if STORED.SCALE == "tensor" or STORED.SCALE == "fp32":
-        # These have more bits than bf16: they multiply scores, and numerators or results.
+        # Fp32 scales do not fit bf16: scores are multiplied by them, and numerators or results.
         scale = gl.full([scales[0].shape[0], 1], 1.0, gl.bfloat16, WORDS)
     elif STORED.SCALE != "e8m0":
         scale = scales[TILE].to(gl.float32, bitcast=True)[:, None]

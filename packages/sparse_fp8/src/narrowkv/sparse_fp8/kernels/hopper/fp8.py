@@ -248,7 +248,7 @@ def _widen_part(number, shared, t: gl.constexpr, STORED: gl.constexpr):
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
     words = _part(shared.stored, number, t).load(BYTES)
     if STORED.SCALE == "tensor" or STORED.SCALE == "fp32":
-        # These have more bits than bf16: they multiply scores, and numerators or results.
+        # Fp32 scales do not fit bf16: scores are multiplied by them, and numerators or results.
         scale = gl.full([words.shape[0], 1], 1.0, gl.bfloat16, BYTES)
     elif STORED.GROUP == 64:
         scale = shared.scales.index(number % 4).slice(t, 1, dim=1).load(BYTES)
