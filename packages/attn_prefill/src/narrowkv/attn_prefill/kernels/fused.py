@@ -158,14 +158,17 @@ def attend_with_next_scores(
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _fused_prefill_kernel(
-    q, out, cache, table, workspace, qk_scale, out_scale, soft_cap,
+    cache, table, q, out, workspace, qk_scale, out_scale, soft_cap,
     batch, num_tokens, max_q_len, least_len, most_len, table_row, num_ids, max_pages, num_splits,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the paged cache; programs run fastest over KV heads.
 
+    With `q` and `out` in front, a scalar of INT8 caches with a scale a token leaves its register on gfx950
+    (Triton 3.9.0): AMD keeps the first arguments in registers from the start.
+
     Args:
-        q, out: `Queries` without the sizes that follow, `Outputs`. cache: `Cache`. workspace: `Workspace`.
+        cache: `Cache`. q, out: `Queries` without the sizes that follow, `Outputs`. workspace: `Workspace`.
         table, table_row, num_ids, max_pages: `Table`, and the sizes that serving changes.
         qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
         num_splits: programs that share a tile's keys; with `RULES.shares` see `find_share`.
