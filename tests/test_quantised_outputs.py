@@ -179,7 +179,7 @@ def test_no_kernel_spills(case: Any, target: str, kind: torch.dtype) -> None:
     assert [code.name for code in plain] == [code.name for code in fp8]
     for before, after in zip(plain, fp8, strict=True):
         assert after.waves_per_simd >= before.waves_per_simd
-        assert after.lds_bytes == before.lds_bytes
+        assert after.lds_bytes <= before.lds_bytes
 
 
 @pytest.mark.sampled(most=2)

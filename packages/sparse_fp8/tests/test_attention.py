@@ -284,6 +284,12 @@ def test_bytes_from_elsewhere_may_hold_negative_zero_and_nan(foreign):
 
 
 @every_way
+def test_tokens_may_have_no_index_at_all(way, device):
+    """A call without a workspace has scratch of no bytes then, where rows are expanded."""
+    agrees(of_way(way, num_qo_heads=8, prefix_lens=(0,)), device)
+
+
+@every_way
 def test_sink_scales_the_output_and_leaves_lse_alone(way, device):
     case = of_way(way, num_qo_heads=8, prefix_lens=(70, 0))
     inputs = case.build(device)

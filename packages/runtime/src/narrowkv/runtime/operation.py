@@ -346,4 +346,6 @@ class Plan:
             if found[name] is None:
                 found[name] = Part(block, size, dtype)
                 size += block_bytes([(shape, dtype)])
+        if not size and any(isinstance(part, Part) for part in found.values()):
+            size = block_bytes([((1,), torch.uint8)])  # parts of no elements lie in a block, too
         return found, size
