@@ -234,28 +234,36 @@ def wrong_prefills() -> list[str]:
     )  # fmt: skip
     prefill = partial(cp_prefill, cache=cache, shares=shares)
     right = {"q": q, "k_new": k, "v_new": v, "page_table": table, "slot_mapping": torch.arange(8)}
-    return [_told(partial(prefill, **right | ({} if rank else given))) for given in wrong]
+    told = [_told(partial(prefill, **right | ({} if rank else given))) for given in wrong]
+    # Calls that differ from an earlier one in what their results lie over.
+    apart = {"out": torch.empty_like(q)}
+    assert _told(partial(prefill, **right | apart)) == "nothing"
+    stored_over = {"k_new": cache.v.flatten()[: k.numel()].view(k.shape)}
+    later: tuple[dict[str, Any], ...] = ({"out": inside}, {"out": q}, apart | stored_over)
+    return told + [_told(partial(prefill, **right | (apart if rank else given))) for given in later]
 
 
 def overlaps() -> list[str]:
-    """What a first and a later decode are told of results that lie over queries, sinks or each other."""
+    """What a first and a later decode are told of results over queries, each other, sinks or the cache."""
     rank, world = dist.get_rank(), dist.get_world_size()
     q, shard, plan = plan_case(CASES[0], rank, world)
     q, heads = q.contiguous(), q.shape[1]
     memory = torch.zeros(q.shape[0] * heads)  # of an lse, with sinks in its first row
     lse, sinks = memory.view(q.shape[0], heads), memory[:heads]
     out = torch.empty_like(q)
+    stored = torch.empty(0, dtype=q.dtype).set_(shard.cache.k.untyped_storage())
 
     def step(**results: Any) -> str:
         return _told(lambda: cp_paged_decode(q, shard.cache, shard.table, plan=plan, **results))
 
     wrong: tuple[dict[str, Any], ...] = (
         {"out": q}, {"out": out, "lse": out.view(-1).view(torch.float32)[: lse.numel()].view(lse.shape)},
-        {"lse": lse, "sinks": sinks},
+        {"lse": lse, "sinks": sinks}, {"out": stored[: q.numel()].view(q.shape)},
     )  # fmt: skip
     first = [step(**results) for results in wrong]
     apart: tuple[dict[str, Any], ...] = (
-        {"out": out}, {"out": out, "lse": lse}, {"lse": lse, "sinks": sinks.clone()}
+        {"out": out}, {"out": out, "lse": lse}, {"lse": lse, "sinks": sinks.clone()},
+        {"out": torch.empty_like(q)},
     )  # fmt: skip
     return [*first, *(step(**results) for results in apart), *(step(**results) for results in wrong)]
 

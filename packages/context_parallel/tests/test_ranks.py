@@ -34,11 +34,14 @@ WRONG_PREFILLS = (
     "dtype of q must be the same on every rank", "sm_scale must be the same",
     "logits_soft_cap must be the same", "q must have a multiple of the cache's 2 KV heads",
     "page_table must have page_size", "page_table must be of the whole", "slot_mapping must be on cpu like k",
+    "out must not share memory with cache.k", "out must not share memory with q",
+    "cache.v must not share memory with k_new",
 )  # fmt: skip
 OVERLAPS = (
     "out must not share memory with q",
     "out must not share memory with lse",
     "lse must not share memory with sinks",
+    "out must not share memory with cache.k",
 )
 
 
