@@ -50,7 +50,7 @@ from narrowkv.runtime.launch import (
     executor,
 )
 from narrowkv.runtime.launch.workspace import zeroed_counters
-from narrowkv.runtime.operation import ByIdentity, Operation, Plan, spans_of_arguments
+from narrowkv.runtime.operation import ByIdentity, Operation, Plan, refuse_containers, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.targets import Target
 
@@ -205,10 +205,11 @@ class DecodePlan(Plan):
                 else (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, sinks.requires_grad),
                 None if out_scale is None else metadata_of(out_scale),
             )  # fmt: skip
-        except AttributeError:
+            call: PreparedDecode | None = self.calls.get(signature)
+        except (AttributeError, TypeError):
             check_classes(q, cache, page_table, out=out, lse=lse, sinks=sinks)
+            refuse_containers(given, PLAIN_VALUES)
             raise
-        call = self.calls.get(signature)
         if call is None:
             call = self.prepared(signature, self._prepare(bound, table, given), given)
         if given.validate:

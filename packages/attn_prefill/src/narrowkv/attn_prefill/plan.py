@@ -46,7 +46,7 @@ from narrowkv.runtime.launch import (
     executor,
     is_compiled,
 )
-from narrowkv.runtime.operation import Operation, Prepared, spans_of_arguments
+from narrowkv.runtime.operation import Operation, Prepared, refuse_containers, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
 
 _LOG2E = math.log2(math.e)
@@ -197,6 +197,7 @@ class PrefillPlan(PrefillSettings):
             call: PreparedPrefill | None = self.calls.get(signature)
         except (AttributeError, TypeError):
             check_classes(given, appends=self.appends)
+            refuse_containers(given, PLAIN_VALUES)
             raise
         if call is None or given.validate:
             call = self._checked_call(bound, table, turn, signature, given)

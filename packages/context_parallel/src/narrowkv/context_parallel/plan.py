@@ -37,7 +37,14 @@ from narrowkv.runtime.errors import (
     check_shape,
 )
 from narrowkv.runtime.launch import Workspace
-from narrowkv.runtime.operation import Operation, Plan, Prepared, signature_of, spans_of_arguments
+from narrowkv.runtime.operation import (
+    Operation,
+    Plan,
+    Prepared,
+    refuse_containers,
+    signature_of,
+    spans_of_arguments,
+)
 from narrowkv.runtime.scales import check_scales
 
 if TYPE_CHECKING:
@@ -170,6 +177,7 @@ class CPDecodePlan(Plan):
         )  # fmt: skip
         call = self.calls.find(signature)
         if call is None:
+            refuse_containers(given, PLAIN_VALUES)
             call = self.prepared(signature, self._check(given, table), given)
         check_scales(static_scales(cache), given.validate)
         if self.layout.world == 1:

@@ -149,6 +149,25 @@ class Operation:
         errors.check_keywords(self.name, given, self.keywords)
 
 
+def refuse_containers(given: Any, values: slice) -> None:
+    """Names the keyword of a call that is a list or another container, where one value is expected.
+
+    Calls are looked up by these values, so that such a keyword fails before its own check.
+
+    Args:
+        given: the arguments, a named tuple.
+        values: those of them that a call is prepared for as they are.
+
+    Raises:
+        TypeError: naming it, if there is one.
+    """
+    for name, value in zip(given._fields[values], given[values], strict=True):
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(f"{name} must be a single value, got {value!r}") from None
+
+
 Spans = Sequence[tuple[int, int]]  # first address of each, and the one behind its last
 
 
