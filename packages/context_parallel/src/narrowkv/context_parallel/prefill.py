@@ -160,21 +160,6 @@ class BlockKeys(NamedTuple):
     starts: torch.Tensor | None
 
 
-class QueriesOfAll(NamedTuple):
-    """The queries of all ranks, each rank's padded to as many.
-
-    Attributes:
-        seqs, positions: `[world * most]` int64 with a window: sequence of each, and place among its new
-            tokens.
-        starts: `[world * (sequences + 1) + 1]` int32 without one: where those of each rank and sequence
-            begin; what pads a rank's stands behind its sequences.
-    """
-
-    seqs: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
-
-
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class PreparedCPPrefill(Prepared):
     """A checked call; its index tensors are on the device.
@@ -182,13 +167,17 @@ class PreparedCPPrefill(Prepared):
     Attributes:
         equal: values that all ranks must have in common, by name.
         blocks: of every rank.
-        queries: of every rank, for keys that are older; None if there are none.
+        rows: int64, sequence and place among its new tokens of every rank's queries, each rank's padded to as
+            many, for older keys in a window; else None.
+        starts: `[ranks * (sequences + 1) + 1]` int32, where the queries of each rank and sequence begin among
+            them, without a window; what pads a rank's stands behind its sequences.
         new: `[new tokens]` int64, sequence and place of each, where pages are a rank's own; else None.
     """
 
     equal: dict[str, Any]
     blocks: tuple[BlockKeys, ...]
-    queries: QueriesOfAll | None
+    rows: tuple[torch.Tensor, torch.Tensor] | None
+    starts: torch.Tensor | None
     new: tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -207,7 +196,7 @@ class CPPrefillPlan(Plan):
         with agreement(group) as equal:
             call, out = self._checked(given, group)
             slots = _local_slots(given, call)
-            older = None if call.queries is None else _older_keys(given)
+            older = _older_keys(given) if shares.older else None
             equal |= call.equal
         world = shares.layout.world
         states = torch.zeros(world + 1, *q.shape, dtype=torch.float32, device=q.device)
@@ -220,8 +209,8 @@ class CPPrefillPlan(Plan):
             append(cache, flat[0][keys.places], flat[1][keys.places], slots[keys.rows])
             if q.shape[0]:
                 _attend_block(given, block, keys, source, states[source], lse[source])
-        if call.queries is not None and older is not None:
-            _attend_older(given, older, call.queries, group, states[world], lse[world])
+        if older is not None:
+            _attend_older(given, older, call, group, states[world], lse[world])
         if q.shape[0]:
             merge_states(states, lse, sinks=given.sinks, out=out)
         return out
@@ -276,7 +265,8 @@ class CPPrefillPlan(Plan):
         return PreparedCPPrefill(
             out=(q.shape, out_dtype), equal=equal, new=new,
             blocks=tuple(_block_keys(shares, source, window, q.device) for source in range(world)),
-            queries=_queries(shares, window, q.device) if shares.older else None,
+            rows=_all_rows(shares, q.device) if shares.older and window >= 0 else None,
+            starts=_all_starts(shares, q.device) if shares.older and window < 0 else None,
             **spans_of_arguments(given),
         )  # fmt: skip
 
@@ -391,21 +381,24 @@ def _block_keys(shares: PrefillShares, source: int, window_left: int, device: to
     return BlockKeys(rows, places, table, starts.to(device, _I32))
 
 
-def _queries(shares: PrefillShares, window_left: int, device: torch.device) -> QueriesOfAll:
-    """The queries of all ranks, for keys that are older than they."""
-    world, most, batch = shares.layout.world, shares.most_rows, len(shares.new_lens)
-    if window_left < 0:
-        counts = []
-        for rank in range(world):
-            own = [a + b for a, b in shares.lens(rank)]
-            counts += [*own, most - sum(own)]
-        return QueriesOfAll(starts=torch.tensor([0, *counts]).cumsum(0).to(device, _I32))
-    seqs = torch.full((world, most), batch)
+def _all_starts(shares: PrefillShares, device: torch.device) -> torch.Tensor:
+    """`PreparedCPPrefill.starts`."""
+    counts = []
+    for rank in range(shares.layout.world):
+        own = [a + b for a, b in shares.lens(rank)]
+        counts += [*own, shares.most_rows - sum(own)]
+    return torch.tensor([0, *counts]).cumsum(0).to(device, _I32)
+
+
+def _all_rows(shares: PrefillShares, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`PreparedCPPrefill.rows`; those that pad a rank's are of a sequence behind the last."""
+    world, most = shares.layout.world, shares.most_rows
+    seqs = torch.full((world, most), len(shares.new_lens))
     positions = torch.zeros(world, most, dtype=torch.int64)
     for rank in range(world):
         found, places = _rows_of(shares, rank)
         seqs[rank, : len(found)], positions[rank, : len(found)] = found, places
-    return QueriesOfAll(seqs.flatten().to(device), positions.flatten().to(device))
+    return seqs.flatten().to(device), positions.flatten().to(device)
 
 
 def _rows_of(shares: PrefillShares, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -442,7 +435,7 @@ def _attend_block(
 
 
 def _attend_older(
-    given: CPPrefillArguments, local: PageTable, queries: QueriesOfAll, group: dist.ProcessGroup,
+    given: CPPrefillArguments, local: PageTable, call: PreparedCPPrefill, group: dist.ProcessGroup,
     o: torch.Tensor, lse: torch.Tensor,
 ) -> None:  # fmt: skip
     """Attends all ranks' queries to this rank's older keys, `local`; returns own rows over all older keys."""
@@ -459,16 +452,14 @@ def _attend_older(
     lens = torch.cat([local.seq_lens, local.seq_lens.new_zeros(1)])
     part_o = torch.zeros(everyone.shape, dtype=torch.float32, device=device)
     part_lse = torch.full(everyone.shape[:2], -torch.inf, device=device)
-    if queries.starts is not None:
+    if call.rows is None:
         table = PageTable.from_block_table(
             ids.repeat(world, 1), lens.repeat(world), page_size=cache.page_size
         )
-        batch_prefill(
-            everyone, cache, table, queries.starts, causal=False, out=part_o, lse=part_lse, **options
-        )
+        assert call.starts is not None
+        batch_prefill(everyone, cache, table, call.starts, causal=False, out=part_o, lse=part_lse, **options)
     else:
-        seqs, positions = queries.seqs, queries.positions
-        assert positions is not None
+        seqs, positions = call.rows
         whole = given.page_table.seq_lens_tensor()
         whole = torch.cat([whole, whole.new_zeros(1)])[seqs]
         begin = layout.local_lens(whole + positions - given.window_left)

@@ -122,6 +122,13 @@ def signature_of(*values: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def metadata_of(x: object) -> tuple[Any, ...]:
+    """The key of calls with a tensor: its metadata without its address; of a number, itself and its class."""
+    if not isinstance(x, torch.Tensor):
+        return type(x), x
+    return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
+
+
 class Operation:
     """A public function that plans serve, by what it is called with.
 
