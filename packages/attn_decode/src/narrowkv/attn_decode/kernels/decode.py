@@ -276,7 +276,6 @@ def _paged_decode_kernel(
                 return
             else:
                 first_slot = first_item * HEAD_PROGRAMS + head_program
-                # Tiles of 64 rows and more have few splits, and no registers for groups.
                 size = splits_to_merge(
                     workspace, acc, m, l, first_slot, HEAD_PROGRAMS, split, num_splits, merge, row_mask, "",
                     BLOCKS.m < 64, BLOCKS.m, BLOCKS.d,

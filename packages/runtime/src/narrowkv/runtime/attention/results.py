@@ -115,7 +115,8 @@ def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, m
     """Counts a program that has stored its split's state; for the last one of a tile, what is left to merge.
 
     With GROUPS the last program of each group of many splits merges the group into the slot of its first
-    split: one program that merged all splits of a long sequence would end long after all others.
+    split: one program that merged all splits of a long sequence would end long after all others. Decode's
+    tiles of 64 rows and more have few splits, and no registers for it.
 
     Args:
         acc, m, l: any state, as for `merge_partial_results`.
