@@ -15,9 +15,11 @@ from narrowkv.attn_prefill import batch_prefill
 from narrowkv.context_parallel import (
     PrefillShares,
     ShardLayout,
+    cp_chunk_attention,
     cp_paged_decode,
     cp_prefill,
     cp_sparse_attention,
+    merge_over_ranks,
     ring_sage_attention,
 )
 from narrowkv.context_parallel.groups import agreement, group_of
@@ -243,6 +245,28 @@ def wrong_prefills() -> list[str]:
     return told + [_told(partial(prefill, **right | (apart if rank else given))) for given in later]
 
 
+def wrong_chunks() -> list[str]:
+    """What every rank is told of wrong results and sinks of other operations, before anything is sent."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = ShardLayout(world, rank, PAGE)
+    q, k, v = (torch.zeros(3, heads, 64).bfloat16() for heads in (4, 2, 2))
+    cache = PagedKVCache.empty(4, PAGE, 2, 64, format="bf16")
+    table = PageTable.from_block_table(
+        torch.zeros(1, 4, dtype=torch.int32), torch.tensor([3], dtype=torch.int32), page_size=PAGE * world
+    )
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    inside = cache.v.flatten()[: q.numel()].view(q.shape)
+    chunk = partial(cp_chunk_attention, q, k, v, cache, table, starts, layout=layout)
+    merge = partial(merge_over_ranks, torch.zeros(3, 2 * world, 64), torch.zeros(3, 2 * world))
+    return [
+        _told(partial(chunk, out=q)),
+        _told(partial(chunk, out=inside)),
+        _told(partial(chunk, sinks=torch.zeros(3))),
+        _told(partial(merge, sinks=torch.zeros(2, dtype=torch.int32))),
+        _told(partial(merge, out_dtype=torch.int8)),
+    ]
+
+
 def overlaps() -> list[str]:
     """What a first and a later decode are told of results over queries, each other, sinks or the cache."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -268,15 +292,15 @@ def overlaps() -> list[str]:
     return [*first, *(step(**results) for results in apart), *(step(**results) for results in wrong)]
 
 
-def refusals() -> tuple[list[str], list[str]]:
-    """Both of these in one set of processes."""
-    return overlaps(), wrong_prefills()
+def refusals() -> tuple[list[str], list[str], list[str]]:
+    """All of these in one set of processes."""
+    return overlaps(), wrong_prefills(), wrong_chunks()
 
 
 def _told(work: Callable[[], object]) -> str:
     try:
         work()
-    except (ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
