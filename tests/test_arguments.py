@@ -136,6 +136,13 @@ CLASSES: list[tuple[str, dict[str, Any], str]] = [
     ("prefill", {"q": []}, "q must be a torch.Tensor"),
     ("prefill", {"window_left": True}, "window_left must be an int"),
     ("prefill", {"out_dtype": "bf16"}, "out_dtype must be a torch.dtype"),
+    *(
+        (x, {name: [16, 0]}, f"{name} must be a single value, got \\[16, 0\\]")
+        for x in ("prefill", "prefill_append")
+        for name in ("sm_scale", "logits_soft_cap", "window_left", "out_dtype", "return_lse")
+    ),
+    ("sage", {"smooth_q": [True]}, "smooth_q must be a single value"),
+    ("sage", {"window": [16]}, "window must be"),
     ("prefill_append", {"rope": ()}, "rope must be a Rope"),
     ("prefill_append", {"k_new": None}, "k_new must be a torch.Tensor"),
     ("sage", {"k": None}, "k must be a torch.Tensor"),
@@ -478,3 +485,21 @@ def test_a_sage_plan_refuses_what_it_is_not_for() -> None:
         plan.quantize_kv(k, v, cu_seqlens_k=q)
     with pytest.raises(TypeError, match="workspace must be a Workspace"):
         plan.with_workspace(3)
+
+
+def test_a_list_is_as_good_as_a_tuple() -> None:
+    q, k, v, *_ = _sage("cpu", ragged=False, q_lens=(20,), k_lens=(30,)).values()
+    mask = torch.ones(1, q.shape[2], 1, 1, dtype=torch.bool)
+    for kind in (tuple, list):
+        pairs = {"window": kind((16, 0)), "block_mask": mask, "block_sizes": kind((128, 64))}
+        found = sage_attention(q, k, v, **pairs), plan_sage(q, k, window=kind((16, 0)))
+        if kind is tuple:
+            expected, plan = found
+    assert torch.equal(found[0], expected)
+    assert found[1] is plan
+
+
+def test_decode_names_a_keyword_that_is_a_list() -> None:
+    call, q = _planned("decode")
+    with pytest.raises(TypeError, match=r"window_left must be a single value, got \[16\]"):
+        call(torch.zeros_like(q), window_left=[16])

@@ -87,6 +87,21 @@ def test_the_memory_of_a_plan_holds_that_of_every_call(appends: bool, granularit
 # ---------------------------------------------------------------------------- kinds of calls
 
 
+@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+def test_a_plan_of_many_sequences_has_counters_for_all_their_splits(target: str) -> None:
+    """4096 sequences with 16 KV heads: each tile of rows has a counter, and those that run at once more."""
+    shape = replace(
+        MODEL, batch=4096, num_tokens=8192, max_q_len=2, num_qo_heads=64, num_kv_heads=16, head_dim=64,
+        max_seq_len=2048, kv_tokens=4096 * 2048,
+    )  # fmt: skip
+    with executing(LaunchRecorder(target)):
+        plan = plan_prefill(shape, _cache("fp8_e4m3fn", heads=16), kernel="split").with_workspace()
+        memory = plan.memory(plan.config)
+    assert memory is not None
+    assert plan.config.kernel == "split"
+    assert memory.tensors["arrived"].numel() > 4096 * 16
+
+
 def test_one_query_token_of_every_sequence_is_decoded_by_a_plan_from_shapes() -> None:
     plan = plan_prefill(replace(SHAPE, num_tokens=3, max_q_len=1), _cache("fp8_e4m3fn"))
     assert plan.decode is not None

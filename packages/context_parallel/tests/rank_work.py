@@ -15,9 +15,11 @@ from narrowkv.attn_prefill import batch_prefill
 from narrowkv.context_parallel import (
     PrefillShares,
     ShardLayout,
+    cp_chunk_attention,
     cp_paged_decode,
     cp_prefill,
     cp_sparse_attention,
+    merge_over_ranks,
     ring_sage_attention,
 )
 from narrowkv.context_parallel.groups import agreement, group_of
@@ -234,41 +236,71 @@ def wrong_prefills() -> list[str]:
     )  # fmt: skip
     prefill = partial(cp_prefill, cache=cache, shares=shares)
     right = {"q": q, "k_new": k, "v_new": v, "page_table": table, "slot_mapping": torch.arange(8)}
-    return [_told(partial(prefill, **right | ({} if rank else given))) for given in wrong]
+    told = [_told(partial(prefill, **right | ({} if rank else given))) for given in wrong]
+    # Calls that differ from an earlier one in what their results lie over.
+    apart = {"out": torch.empty_like(q)}
+    assert _told(partial(prefill, **right | apart)) == "nothing"
+    stored_over = {"k_new": cache.v.flatten()[: k.numel()].view(k.shape)}
+    later: tuple[dict[str, Any], ...] = ({"out": inside}, {"out": q}, apart | stored_over)
+    return told + [_told(partial(prefill, **right | (apart if rank else given))) for given in later]
+
+
+def wrong_chunks() -> list[str]:
+    """What every rank is told of wrong results and sinks of other operations, before anything is sent."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = ShardLayout(world, rank, PAGE)
+    q, k, v = (torch.zeros(3, heads, 64).bfloat16() for heads in (4, 2, 2))
+    cache = PagedKVCache.empty(4, PAGE, 2, 64, format="bf16")
+    table = PageTable.from_block_table(
+        torch.zeros(1, 4, dtype=torch.int32), torch.tensor([3], dtype=torch.int32), page_size=PAGE * world
+    )
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    inside = cache.v.flatten()[: q.numel()].view(q.shape)
+    chunk = partial(cp_chunk_attention, q, k, v, cache, table, starts, layout=layout)
+    merge = partial(merge_over_ranks, torch.zeros(3, 2 * world, 64), torch.zeros(3, 2 * world))
+    return [
+        _told(partial(chunk, out=q)),
+        _told(partial(chunk, out=inside)),
+        _told(partial(chunk, sinks=torch.zeros(3))),
+        _told(partial(merge, sinks=torch.zeros(2, dtype=torch.int32))),
+        _told(partial(merge, out_dtype=torch.int8)),
+    ]
 
 
 def overlaps() -> list[str]:
-    """What a first and a later decode are told of results that lie over queries, sinks or each other."""
+    """What a first and a later decode are told of results over queries, each other, sinks or the cache."""
     rank, world = dist.get_rank(), dist.get_world_size()
     q, shard, plan = plan_case(CASES[0], rank, world)
     q, heads = q.contiguous(), q.shape[1]
     memory = torch.zeros(q.shape[0] * heads)  # of an lse, with sinks in its first row
     lse, sinks = memory.view(q.shape[0], heads), memory[:heads]
     out = torch.empty_like(q)
+    stored = torch.empty(0, dtype=q.dtype).set_(shard.cache.k.untyped_storage())
 
     def step(**results: Any) -> str:
         return _told(lambda: cp_paged_decode(q, shard.cache, shard.table, plan=plan, **results))
 
     wrong: tuple[dict[str, Any], ...] = (
         {"out": q}, {"out": out, "lse": out.view(-1).view(torch.float32)[: lse.numel()].view(lse.shape)},
-        {"lse": lse, "sinks": sinks},
+        {"lse": lse, "sinks": sinks}, {"out": stored[: q.numel()].view(q.shape)},
     )  # fmt: skip
     first = [step(**results) for results in wrong]
     apart: tuple[dict[str, Any], ...] = (
-        {"out": out}, {"out": out, "lse": lse}, {"lse": lse, "sinks": sinks.clone()}
+        {"out": out}, {"out": out, "lse": lse}, {"lse": lse, "sinks": sinks.clone()},
+        {"out": torch.empty_like(q)},
     )  # fmt: skip
     return [*first, *(step(**results) for results in apart), *(step(**results) for results in wrong)]
 
 
-def refusals() -> tuple[list[str], list[str]]:
-    """Both of these in one set of processes."""
-    return overlaps(), wrong_prefills()
+def refusals() -> tuple[list[str], list[str], list[str]]:
+    """All of these in one set of processes."""
+    return overlaps(), wrong_prefills(), wrong_chunks()
 
 
 def _told(work: Callable[[], object]) -> str:
     try:
         work()
-    except (ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -34,11 +34,19 @@ WRONG_PREFILLS = (
     "dtype of q must be the same on every rank", "sm_scale must be the same",
     "logits_soft_cap must be the same", "q must have a multiple of the cache's 2 KV heads",
     "page_table must have page_size", "page_table must be of the whole", "slot_mapping must be on cpu like k",
+    "out must not share memory with cache.k", "out must not share memory with q",
+    "cache.v must not share memory with k_new",
+)  # fmt: skip
+WRONG_CHUNKS = (
+    "ValueError: out must not share memory with q", "ValueError: out must not share memory with cache.v",
+    "ValueError: sinks must have shape", "TypeError: sinks must have dtype",
+    "ValueError: out_dtype must be one of",
 )  # fmt: skip
 OVERLAPS = (
     "out must not share memory with q",
     "out must not share memory with lse",
     "lse must not share memory with sinks",
+    "out must not share memory with cache.k",
 )
 
 
@@ -97,7 +105,7 @@ def test_ranks_equal_one_gpu(
 
 def test_what_ranks_refuse() -> None:
     """Results over what a rank reads, in a first and in a later decode; prefills that one rank refuses."""
-    for rank, (overlaps, prefills) in enumerate(run_ranks(rank_work.refusals, 2, timeout_s=60)):
+    for rank, (overlaps, prefills, chunks) in enumerate(run_ranks(rank_work.refusals, 2, timeout_s=60)):
         count = len(OVERLAPS)
         first, apart, later = overlaps[:count], overlaps[count : 2 * count], overlaps[2 * count :]
         assert apart == ["nothing"] * count
@@ -107,6 +115,8 @@ def test_what_ranks_refuse() -> None:
         for match, message in zip(WRONG_PREFILLS, prefills, strict=True):
             told = match if "the same" in match else refused + match
             assert message.startswith(f"ValueError: {told}")
+        for match, message in zip(WRONG_CHUNKS, chunks, strict=True):
+            assert message.startswith(match)
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ from narrowkv.attn_decode.options import DECODE, PLAIN_VALUES, DecodeArguments
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_cache, bind_table
 from narrowkv.paged_cache.checks import tensors_of
-from narrowkv.paged_cache.rope import metadata_of
 from narrowkv.quant import get_format
 from narrowkv.quant.device import BITS, widening_exponent
 from narrowkv.runtime import launch
@@ -50,7 +49,14 @@ from narrowkv.runtime.launch import (
     executor,
 )
 from narrowkv.runtime.launch.workspace import zeroed_counters
-from narrowkv.runtime.operation import ByIdentity, Operation, Plan, spans_of_arguments
+from narrowkv.runtime.operation import (
+    ByIdentity,
+    Operation,
+    Plan,
+    metadata_of,
+    refuse_containers,
+    spans_of_arguments,
+)
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.targets import Target
 
@@ -205,10 +211,11 @@ class DecodePlan(Plan):
                 else (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, sinks.requires_grad),
                 None if out_scale is None else metadata_of(out_scale),
             )  # fmt: skip
-        except AttributeError:
+            call: PreparedDecode | None = self.calls.get(signature)
+        except (AttributeError, TypeError):
             check_classes(q, cache, page_table, out=out, lse=lse, sinks=sinks)
+            refuse_containers(given, PLAIN_VALUES)
             raise
-        call = self.calls.get(signature)
         if call is None:
             call = self.prepared(signature, self._prepare(bound, table, given), given)
         if given.validate:

@@ -35,7 +35,7 @@ from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
-from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope, metadata_of
+from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope
 from narrowkv.quant.device import widening_exponent
 from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows
 from narrowkv.runtime.errors import check_finite_float, check_instance, check_no_grad
@@ -46,7 +46,13 @@ from narrowkv.runtime.launch import (
     executor,
     is_compiled,
 )
-from narrowkv.runtime.operation import Operation, Prepared, spans_of_arguments
+from narrowkv.runtime.operation import (
+    Operation,
+    Prepared,
+    metadata_of,
+    refuse_containers,
+    spans_of_arguments,
+)
 from narrowkv.runtime.scales import check_scales
 
 _LOG2E = math.log2(math.e)
@@ -197,6 +203,7 @@ class PrefillPlan(PrefillSettings):
             call: PreparedPrefill | None = self.calls.get(signature)
         except (AttributeError, TypeError):
             check_classes(given, appends=self.appends)
+            refuse_containers(given, PLAIN_VALUES)
             raise
         if call is None or given.validate:
             call = self._checked_call(bound, table, turn, signature, given)

@@ -202,6 +202,8 @@ class PrefillSettings(Plan):
     def with_workspace(self, workspace: Workspace | None = None) -> Self:
         """The same plan, and the plan of `paged_decode` with it, in this workspace; see `Plan`."""
         plan = super().with_workspace(workspace)
+        assert plan.workspace is not None
+        plan.workspace.counters(max(sizes.num_counters for sizes in self._sizes_of_kernels()))
         if plan.decode is None:
             return plan
         return replace(plan, decode=replace(plan.decode, workspace=plan.workspace))

@@ -12,9 +12,11 @@ from narrowkv.context_parallel.exchange import merge_over_ranks
 from narrowkv.context_parallel.groups import Group, all_gather, check_layout, group_of
 from narrowkv.context_parallel.layout import ShardLayout
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.paged_cache.checks import check_one_width
+from narrowkv.paged_cache.checks import check_one_width, tensors_of
 from narrowkv.paged_cache.descales import static_scales
+from narrowkv.runtime.checks import check_results
 from narrowkv.runtime.errors import check_dtype, check_shape
+from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.scales import check_scales
 
 
@@ -67,7 +69,13 @@ def cp_chunk_attention(
     check_dtype("q", q, (torch.bfloat16, torch.float16))
     check_shape("q", q, ("tokens", "own heads", cache.head_dim))
     check_one_width(cache, "cp_chunk_attention")
-    check_scales(static_scales(cache))  # before any rank waits for another
+    # Before any rank waits for another:
+    check_scales(static_scales(cache))
+    read = {"q": q, "k_new": k_new, "v_new": v_new, "cu_seqlens_q": cu_seqlens_q, "sinks": sinks}
+    out_dtype = check_results(
+        q, out, None, sinks, None, None, {**read, **tensors_of(cache, page_table)}, head_dim=cache.head_dim,
+        target=active_target(q.device),
+    )  # fmt: skip
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
     tokens, heads, head_dim = q.shape
     states = torch.zeros(2, tokens, heads, head_dim, dtype=torch.float32, device=q.device)
@@ -91,5 +99,5 @@ def cp_chunk_attention(
     part_lse = torch.full(whole.shape[:2], -torch.inf, device=q.device)
     batch_prefill(whole, cache, local, cu_seqlens_q, causal=False, out=part, lse=part_lse, **options)
     states[1], lse[1] = merge_over_ranks(part, part_lse, group=ranks, comm=comm, partial_dtype=partial_dtype)
-    o, _ = merge_states(states, lse, sinks=sinks, out=out, out_dtype=None if out is not None else q.dtype)
+    o, _ = merge_states(states, lse, sinks=sinks, out=out, out_dtype=out_dtype)
     return o

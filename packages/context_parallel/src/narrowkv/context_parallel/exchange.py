@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from narrowkv.attn_decode.merging import launch_merge
 from narrowkv.context_parallel.groups import Group, all_gather, group_of, padded, reduce_scatter
+from narrowkv.runtime.checks import check_out_dtype, check_sinks
 from narrowkv.runtime.errors import UnsupportedError, check_choice, check_dtype, check_shape
 
 COMMS = ("a2a", "ag_rs", "symm_mem")
@@ -224,8 +225,8 @@ def merge_over_ranks(
     if heads % ranks.size():
         raise ValueError(f"o must have heads that the {ranks.size()} ranks divide, got {heads}")
     sizes = ExchangeSizes(ranks.size(), ranks.rank(), tokens, heads, head_dim)
-    if sinks is not None:
-        check_shape("sinks", sinks, (sizes.own_heads,))
+    check_sinks(sinks, sizes.own_heads, o.device, like="o")
+    check_out_dtype(out_dtype)
     partial = Partial(sizes, partial_dtype, comm, o.device)
     partial.o.copy_(o)
     partial.lse.copy_(lse)

@@ -24,7 +24,8 @@ from narrowkv.context_parallel.groups import Group, agreement, all_gather, check
 from narrowkv.context_parallel.heads import every_nth_head
 from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.paged_cache.checks import check_one_width
+from narrowkv.paged_cache.binding import bind_cache, bind_table
+from narrowkv.paged_cache.checks import check_one_width, tensors_of
 from narrowkv.paged_cache.descales import static_scales
 from narrowkv.runtime.checks import check_results, refuse_overlap
 from narrowkv.runtime.errors import (
@@ -36,7 +37,14 @@ from narrowkv.runtime.errors import (
     check_shape,
 )
 from narrowkv.runtime.launch import Workspace
-from narrowkv.runtime.operation import Operation, Plan, Prepared, signature_of, spans_of_arguments
+from narrowkv.runtime.operation import (
+    Operation,
+    Plan,
+    Prepared,
+    refuse_containers,
+    signature_of,
+    spans_of_arguments,
+)
 from narrowkv.runtime.scales import check_scales
 
 if TYPE_CHECKING:
@@ -161,6 +169,7 @@ class CPDecodePlan(Plan):
         """`cp_paged_decode` by this plan: the same arguments and results."""
         self.operation.check_keywords(options)
         whole = check_instance("table", table, ShardedTable).table
+        check_instance("cache", cache, PagedKVCache)
         given = DecodeArguments(q, cache, whole, **options)
         signature = signature_of(
             table.layout, table.q_len, whole.batch_size, q, given.out, given.lse, given.sinks,
@@ -168,11 +177,13 @@ class CPDecodePlan(Plan):
         )  # fmt: skip
         call = self.calls.find(signature)
         if call is None:
+            refuse_containers(given, PLAIN_VALUES)
             call = self.prepared(signature, self._check(given, table), given)
         check_scales(static_scales(cache), given.validate)
         if self.layout.world == 1:
             return self.local[0].call(given)
-        out, lse = self.results(call, given)
+        spans = bind_cache(cache, self.target, ()).spans
+        out, lse = self.results(call, given, spans, bind_table(whole).spans)
         if q.shape[0]:
             assert self.group is not None
             self._step(given, out, lse, self.group)
@@ -282,8 +293,8 @@ class CPDecodePlan(Plan):
 
 
 def _inputs(given: DecodeArguments) -> dict[str, Any]:
-    """What a call reads beside its cache, by the names of messages."""
-    return {"q": given.q, "sinks": given.sinks}
+    """What a call reads, by the names of messages."""
+    return {"q": given.q, "sinks": given.sinks, **tensors_of(given.cache, given.page_table)}
 
 
 def plan_cp_decode(

@@ -6,8 +6,8 @@ context parallelism).
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,15 @@ from narrowkv.context_parallel.groups import Group, agreement, all_gather, check
 from narrowkv.context_parallel.ring import gathered, passed_round
 from narrowkv.context_parallel.shares import PAGE, PrefillShares
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
-from narrowkv.paged_cache.checks import check_new_tokens, check_one_width, check_stores, tensors_of
-from narrowkv.paged_cache.descales import static_scales
-from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows
+from narrowkv.paged_cache.binding import bind_cache, bind_table
+from narrowkv.paged_cache.checks import (
+    check_new_tokens,
+    check_one_width,
+    check_stores,
+    tensors_of,
+    written_tensors,
+)
+from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows, refuse_overlap
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
@@ -31,14 +37,60 @@ from narrowkv.runtime.errors import (
     check_instance,
     check_last_dim_contiguous,
     check_no_grad,
+    check_no_overlap,
     check_same_device,
     check_shape,
+    check_tensor,
 )
 from narrowkv.runtime.launch import active_target
+from narrowkv.runtime.operation import Bounded, Operation, Plan, Prepared, signature_of, spans_of_arguments
 from narrowkv.runtime.scales import check_scales
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 COMMS = ("all_gather", "ring")
 _I32 = torch.int32
+
+
+class CPPrefillOptions(TypedDict, total=False):
+    """Keywords of `cp_prefill`, which describes them, beside those that it needs."""
+
+    group: Group
+    comm: str
+    sm_scale: float | None
+    logits_soft_cap: float
+    window_left: int
+    sinks: torch.Tensor | None
+    out: torch.Tensor | None
+
+
+class CPPrefillArguments(NamedTuple):
+    """The arguments of a call; `lse` and `return_lse` are what operations with a log-sum-exp have."""
+
+    q: torch.Tensor
+    k_new: torch.Tensor
+    v_new: torch.Tensor
+    cache: PagedKVCache
+    page_table: PageTable
+    shares: PrefillShares
+    slot_mapping: torch.Tensor
+    group: Group = None
+    comm: str = "all_gather"
+    sm_scale: float | None = None
+    logits_soft_cap: float = 0.0
+    window_left: int = -1
+    sinks: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    lse: None = None
+    return_lse: bool = False
+
+    def attention(self) -> dict[str, Any]:
+        """Keywords of attention to one rank's keys."""
+        return {"sm_scale": self.sm_scale, "logits_soft_cap": self.logits_soft_cap}
+
+
+CP_PREFILL = Operation("cp_prefill", CPPrefillOptions, CPPrefillArguments)
 
 
 def cp_prefill(
@@ -50,19 +102,14 @@ def cp_prefill(
     *,
     shares: PrefillShares,
     slot_mapping: torch.Tensor,
-    group: Group = None,
-    comm: str = "all_gather",
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    **options: Unpack[CPPrefillOptions],
 ) -> torch.Tensor:
     """Causal attention of new tokens over themselves and over older ones that are spread over ranks.
 
     Every rank of the group must make the call. Each computes its share of the new tokens; their keys and
     values go to all ranks unquantised, and each rank appends those that it owns. Older tokens are not sent:
-    queries are sent to their ranks, and partial results are sent back.
+    queries are sent to their ranks, and partial results are sent back. A call whose new tokens have the
+    lengths and metadata of an earlier one, as those of a model's next layer have, repeats what was prepared.
 
     Args:
         q: `[own tokens, num_qo_heads, head_dim]`, bf16 or fp16: tokens `shares.rows()` of the new ones.
@@ -90,77 +137,187 @@ def cp_prefill(
         >>> o = cp_prefill(q[mine], k[mine], v[mine], cache, table,               # doctest: +SKIP
         ...                shares=shares, slot_mapping=slots)
     """
-    ranks = group_of(group)
-    with agreement(ranks) as equal:
-        _check_tokens(q, k_new, v_new, cache, page_table, shares, slot_mapping)
-        check_choice("comm", comm, COMMS)
-        if sm_scale is not None:
-            check_finite_float("sm_scale", sm_scale)
-        check_soft_cap(logits_soft_cap)
-        check_windows(window_left)
-        read = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": sinks, **tensors_of(cache, page_table)}
-        target = active_target(q.device)
-        out_dtype = check_results(
-            q, out, None, sinks, None, None, read, head_dim=cache.head_dim, target=target
-        )
-        check_layout(shares.layout.world, shares.layout.rank, ranks)
-        slots = _local_slots(shares, slot_mapping, cache.page_size, page_table)
-        older = _older_keys(shares, cache, page_table) if shares.older else None
-        equal |= {
-            "new_lens": shares.new_lens, "interleave": shares.layout.interleave, "comm": comm,
-            "window_left": window_left, "heads of q": q.shape[1], "dtype of q": q.dtype,
-            "older": shares.older, "KV heads": cache.num_kv_heads, "head_dim": cache.head_dim,
-            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap,
-            "page sizes": (cache.page_size, page_table.page_size),
-        }  # fmt: skip
-    options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
-    world = shares.layout.world
-    states = torch.zeros(world + 1, *q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.full(states.shape[:3], -torch.inf, device=q.device)
-    own = _packed(k_new, v_new, shares)
-    send = passed_round if comm == "ring" else gathered
-    for source, block in send(own, ranks):
-        keys = _block_cache(block, q.dtype)
-        rows, places = (each.to(q.device) for each in (shares.rows(source), shares.places(source)[0]))
-        flat = block.flatten(1, 2)
-        append(cache, flat[0][places], flat[1][places], slots[rows])
+    CP_PREFILL.check_keywords(options)
+    check_tensor("q", q)
+    return _plan_of(q.device).call(
+        CPPrefillArguments(q, k_new, v_new, cache, page_table, shares, slot_mapping, **options)
+    )
+
+
+class BlockKeys(NamedTuple):
+    """The new keys of one rank, as queries of this one attend to them.
+
+    Attributes:
+        rows: `[tokens]` int64, the rank's tokens among all new ones; places: their slots in its block.
+        table: pages of the block: of each sequence's early and late queries or, with a window, of each query.
+        starts: `[2 * sequences + 1]` int32, where the queries of each row of `table` begin; None with a
+            window.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    table: PageTable
+    starts: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class PreparedCPPrefill(Prepared):
+    """A checked call; its index tensors are on the device.
+
+    Attributes:
+        equal: values that all ranks must have in common, by name.
+        blocks: of every rank.
+        rows: int64, sequence and place among its new tokens of every rank's queries, each rank's padded to as
+            many, for older keys in a window; else None.
+        starts: `[ranks * (sequences + 1) + 1]` int32, where the queries of each rank and sequence begin among
+            them, without a window; what pads a rank's stands behind its sequences.
+        new: `[new tokens]` int64, sequence and place of each, where pages are a rank's own; else None.
+    """
+
+    equal: dict[str, Any]
+    blocks: tuple[BlockKeys, ...]
+    rows: tuple[torch.Tensor, torch.Tensor] | None
+    starts: torch.Tensor | None
+    new: tuple[torch.Tensor, torch.Tensor] | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CPPrefillPlan(Plan):
+    """Prefills over ranks on one device."""
+
+    operation: ClassVar[Operation] = CP_PREFILL
+    most_calls: ClassVar[int] = 8  # each holds indices of its new tokens
+    compared: ClassVar[bool] = False  # plans of the attention within compare their calls
+
+    def call(self, given: CPPrefillArguments) -> torch.Tensor:
+        """`cp_prefill` by this plan."""
+        q, cache, shares = given.q, given.cache, given.shares
+        group = group_of(given.group)
+        with agreement(group) as equal:
+            call, out = self._checked(given, group)
+            slots = _local_slots(given, call)
+            older = _older_keys(given) if shares.older else None
+            equal |= call.equal
+        world = shares.layout.world
+        states = torch.zeros(world + 1, *q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.full(states.shape[:3], -torch.inf, device=q.device)
+        own = _packed(given, call.blocks[shares.layout.rank].places)
+        send = passed_round if given.comm == "ring" else gathered
+        for source, block in send(own, group):
+            keys = call.blocks[source]
+            flat = block.flatten(1, 2)
+            append(cache, flat[0][keys.places], flat[1][keys.places], slots[keys.rows])
+            if q.shape[0]:
+                _attend_block(given, block, keys, source, states[source], lse[source])
+        if older is not None:
+            _attend_older(given, older, call, group, states[world], lse[world])
         if q.shape[0]:
-            _attend_block(q, keys, shares, source, window_left, states[source], lse[source], options)
-    if older is not None:
-        _attend_older(
-            q, cache, page_table, older, shares, ranks, window_left, states[world], lse[world], options
-        )
-    if not q.shape[0]:
-        return torch.empty_like(q) if out is None else out
-    o, _ = merge_states(states, lse, sinks=sinks, out=out, out_dtype=out_dtype)
-    return o
+            merge_states(states, lse, sinks=given.sinks, out=out)
+        return out
+
+    def _checked(
+        self, given: CPPrefillArguments, group: dist.ProcessGroup
+    ) -> tuple[PreparedCPPrefill, torch.Tensor]:
+        """What was prepared for such a call, and its output; refuses what is wrong on this rank alone."""
+        shares = check_instance("shares", given.shares, PrefillShares)
+        check_stores(given.cache)
+        cache = bind_cache(given.cache, self.target, (), stores=True)
+        table = bind_table(check_instance("page_table", given.page_table, PageTable))
+        check_scales(cache.scales)
+        signature = (
+            cache.number, table.number, table.batch, shares.layout, shares.new_lens, shares.older,
+            given.comm, given.sm_scale, given.logits_soft_cap, given.window_left,
+            *signature_of(given.q, given.k_new, given.v_new, given.slot_mapping, given.sinks, given.out),
+        )  # fmt: skip
+        call: PreparedCPPrefill | None = self.calls.find(signature)
+        if call is None:
+            call = self.calls.keep(signature, self._prepare(given))
+        check_layout(shares.layout.world, shares.layout.rank, group)
+        out, _ = self.results(call, given, cache.spans, table.spans, cache.store)
+        return call, out
+
+    def _prepare(self, given: CPPrefillArguments) -> PreparedCPPrefill:
+        """Checks all that does not change from call to call, and finds which keys each query sees."""
+        q, cache, shares, window = given.q, given.cache, given.shares, given.window_left
+        _check_tokens(given)
+        check_choice("comm", given.comm, COMMS)
+        if given.sm_scale is not None:
+            check_finite_float("sm_scale", given.sm_scale)
+        check_soft_cap(given.logits_soft_cap)
+        check_windows(window)
+        out_dtype = check_results(
+            q, given.out, None, given.sinks, None, None, _read_by(given), head_dim=cache.head_dim,
+            target=self.target,
+        )  # fmt: skip
+        world, new = shares.layout.world, None
+        if shares.layout.owns_pages(given.page_table, cache.page_size):
+            counts = torch.tensor(shares.new_lens, dtype=torch.int64)
+            positions = torch.cat([torch.arange(n) for n in (0, *shares.new_lens)])
+            seqs = torch.repeat_interleave(torch.arange(len(counts)), counts)
+            new = seqs.to(q.device), positions.to(q.device)
+        equal = {
+            "new_lens": shares.new_lens, "interleave": shares.layout.interleave, "comm": given.comm,
+            "window_left": window, "heads of q": q.shape[1], "dtype of q": q.dtype, "older": shares.older,
+            "KV heads": cache.num_kv_heads, "head_dim": cache.head_dim, "sm_scale": given.sm_scale,
+            "logits_soft_cap": given.logits_soft_cap,
+            "page sizes": (cache.page_size, given.page_table.page_size),
+        }  # fmt: skip
+        return PreparedCPPrefill(
+            out=(q.shape, out_dtype), equal=equal, new=new,
+            blocks=tuple(_block_keys(shares, source, window, q.device) for source in range(world)),
+            rows=_all_rows(shares, q.device) if shares.older and window >= 0 else None,
+            starts=_all_starts(shares, q.device) if shares.older and window < 0 else None,
+            **spans_of_arguments(given),
+        )  # fmt: skip
+
+    def refuse_overlap(self, given: CPPrefillArguments) -> None:
+        """Names what a call would write to and reads, if anything."""
+        read = {**_read_by(given), "k_new": given.k_new, "v_new": given.v_new}
+        written = written_tensors(given.cache)
+        for name, tensor in written.items():
+            check_no_overlap(name, tensor, **{each: x for each, x in read.items() if each not in written})
+        refuse_overlap(given.out, None, read)
 
 
-def _check_tokens(
-    q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, cache: PagedKVCache,
-    page_table: PageTable, shares: PrefillShares, slot_mapping: torch.Tensor,
-) -> None:  # fmt: skip
+_plans: Bounded[CPPrefillPlan] = Bounded(64)
+
+
+def _plan_of(device: torch.device) -> CPPrefillPlan:
+    """The plan of all prefills over ranks on a device."""
+    target = active_target(device)
+    plan = _plans.find((target, device))
+    return plan or _plans.keep((target, device), CPPrefillPlan(target=target, device=device))
+
+
+def _read_by(given: CPPrefillArguments) -> dict[str, Any]:
+    """What a call reads, by the names of messages."""
+    return {
+        "q": given.q, "k_new": given.k_new, "v_new": given.v_new, "sinks": given.sinks,
+        "slot_mapping": given.slot_mapping, **tensors_of(given.cache, given.page_table),
+    }  # fmt: skip
+
+
+def _check_tokens(given: CPPrefillArguments) -> None:
     """Refuses new tokens that are not this rank's share, or that its cache and the page table cannot take."""
-    check_stores(cache)
+    q, cache, page_table, shares = given.q, given.cache, given.page_table, given.shares
     check_one_width(cache, "cp_prefill")
-    check_scales(static_scales(cache))
-    check_instance("shares", shares, PrefillShares)
     check_dtype("q", q, APPEND_DTYPES)
     tokens = sum(a + b for a, b in shares.lens(shares.layout.rank))
     check_shape("q", q, (tokens, "num_qo_heads", cache.head_dim))
     check_last_dim_contiguous("q", q)
     check_no_grad(q=q)
     check_same_device(k=cache.k, q=q)
-    read = {"q": q, "slot_mapping": slot_mapping}
-    check_new_tokens(cache, k_new, v_new, None, read, dtypes=(q.dtype,), tokens=tokens, validate=None)
+    read = {"q": q, "slot_mapping": given.slot_mapping}
+    check_new_tokens(
+        cache, given.k_new, given.v_new, None, read, dtypes=(q.dtype,), tokens=tokens, validate=None
+    )
     if q.shape[1] % cache.num_kv_heads:
         raise ValueError(
             f"q must have a multiple of the cache's {cache.num_kv_heads} KV heads, got {q.shape[1]} heads"
         )
-    check_index_vector("slot_mapping", slot_mapping, sum(shares.new_lens))
-    check_instance("page_table", page_table, PageTable)
+    check_index_vector("slot_mapping", given.slot_mapping, sum(shares.new_lens))
     of_table = {name: x for name, x in tensors_of(cache, page_table).items() if isinstance(x, torch.Tensor)}
-    check_same_device(**{"k": cache.k, "slot_mapping": slot_mapping} | of_table)
+    check_same_device(**{"k": cache.k, "slot_mapping": given.slot_mapping} | of_table)
     if not page_table.before_append or page_table.batch_size != len(shares.new_lens):
         raise ValueError(
             f"page_table must be made with cached_lens of {len(shares.new_lens)} sequences: lengths before "
@@ -168,40 +325,30 @@ def _check_tokens(
         )
 
 
-def _local_slots(
-    shares: PrefillShares, slot_mapping: torch.Tensor, page_size: int, page_table: PageTable
-) -> torch.Tensor:
+def _local_slots(given: CPPrefillArguments, call: PreparedCPPrefill) -> torch.Tensor:
     """This rank's slots of all new tokens."""
-    layout, device = shares.layout, slot_mapping.device
-    if not layout.owns_pages(page_table, page_size):
-        return layout.local_slots(slot_mapping, page_size)
-    counts = torch.tensor(shares.new_lens, dtype=torch.int64)
-    seqs = torch.repeat_interleave(torch.arange(len(counts)), counts).to(device)
-    positions = torch.cat([torch.arange(n) for n in (0, *shares.new_lens)]).to(device)
-    positions = positions + page_table.seq_lens_tensor()[seqs]
-    return layout.local_slots(slot_mapping, page_size, positions=positions)
+    layout, page_size = given.shares.layout, given.cache.page_size
+    positions = None
+    if call.new is not None:
+        seqs, places = call.new
+        positions = places + given.page_table.seq_lens_tensor()[seqs]
+    return layout.local_slots(given.slot_mapping, page_size, positions=positions)
 
 
-def _packed(k_new: torch.Tensor, v_new: torch.Tensor, shares: PrefillShares) -> torch.Tensor:
+def _packed(given: CPPrefillArguments, places: torch.Tensor) -> torch.Tensor:
     """This rank's new keys and values in pages, `[2, pages, PAGE, heads, head_dim]`, as it sends them."""
-    both = k_new.new_zeros(2, shares.most_pages * PAGE, *k_new.shape[1:])
-    places, _ = shares.places(shares.layout.rank)
-    both[:, places.to(k_new.device)] = torch.stack((k_new, v_new))
-    return both.unflatten(1, (shares.most_pages, PAGE))  # type: ignore[no-untyped-call, no-any-return]
+    k_new, pages = given.k_new, given.shares.most_pages
+    both = k_new.new_zeros(2, pages * PAGE, *k_new.shape[1:])
+    both[:, places] = torch.stack((k_new, given.v_new))
+    return both.unflatten(1, (pages, PAGE))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _block_cache(block: torch.Tensor, dtype: torch.dtype) -> PagedKVCache:
-    return PagedKVCache.from_tensors(block[0], block[1], format="bf16" if dtype == torch.bfloat16 else "fp16")
-
-
-def _attend_block(
-    q: torch.Tensor, keys: PagedKVCache, shares: PrefillShares, source: int, window_left: int,
-    o: torch.Tensor, lse: torch.Tensor, options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Own queries over the new keys that one rank computed."""
+def _block_keys(shares: PrefillShares, source: int, window_left: int, device: torch.device) -> BlockKeys:
+    """The new keys that one rank computed, for own queries."""
     rank = shares.layout.rank
     own, theirs = shares.lens(rank), shares.lens(source)
-    _, first_pages = shares.places(source)
+    places, first_pages = shares.places(source)
+    rows, places = shares.rows(source).to(device), places.to(device)
     width = max(-(-(a + b) // PAGE) for a, b in theirs)
     ids = (first_pages[:, None] + torch.arange(max(width, 1))).clamp(max=shares.most_pages - 1).to(_I32)
     if window_left >= 0:
@@ -219,21 +366,39 @@ def _attend_block(
 
         ranges = torch.stack((held(positions - window_left), held(positions + 1)), -1).to(_I32)
         lens = torch.tensor([a + b for a, b in theirs], dtype=_I32)[seqs]
-        table = PageTable.from_block_table(ids[seqs].to(q.device), lens.to(q.device), page_size=PAGE)
-        table = table.with_key_ranges(ranges[:, None].contiguous().to(q.device))
-        paged_decode(q, keys, table, out=o, lse=lse, **options)
-        return
+        table = PageTable.from_block_table(ids[seqs].to(device), lens.to(device), page_size=PAGE)
+        return BlockKeys(rows, places, table.with_key_ranges(ranges[:, None].contiguous().to(device)), None)
     # In its own block, an early query sees the early part. In an earlier rank's block, all see the early
     # part; of a later rank's, late queries see both.
     seen = [
         (0 if source > rank else early, early if source < rank else early + late) for early, late in theirs
     ]
     lens = torch.tensor(seen, dtype=_I32).flatten()
-    starts = torch.tensor([0, *(count for pair in own for count in pair)]).cumsum(0).to(q.device, _I32)
+    starts = torch.tensor([0, *(count for pair in own for count in pair)]).cumsum(0)
     table = PageTable.from_block_table(
-        ids.repeat_interleave(2, 0).to(q.device), lens.to(q.device), page_size=PAGE
+        ids.repeat_interleave(2, 0).to(device), lens.to(device), page_size=PAGE
     )
-    batch_prefill(q, keys, table, starts, causal=source == rank, out=o, lse=lse, **options)
+    return BlockKeys(rows, places, table, starts.to(device, _I32))
+
+
+def _all_starts(shares: PrefillShares, device: torch.device) -> torch.Tensor:
+    """`PreparedCPPrefill.starts`."""
+    counts = []
+    for rank in range(shares.layout.world):
+        own = [a + b for a, b in shares.lens(rank)]
+        counts += [*own, shares.most_rows - sum(own)]
+    return torch.tensor([0, *counts]).cumsum(0).to(device, _I32)
+
+
+def _all_rows(shares: PrefillShares, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`PreparedCPPrefill.rows`; those that pad a rank's are of a sequence behind the last."""
+    world, most = shares.layout.world, shares.most_rows
+    seqs = torch.full((world, most), len(shares.new_lens))
+    positions = torch.zeros(world, most, dtype=torch.int64)
+    for rank in range(world):
+        found, places = _rows_of(shares, rank)
+        seqs[rank, : len(found)], positions[rank, : len(found)] = found, places
+    return seqs.flatten().to(device), positions.flatten().to(device)
 
 
 def _rows_of(shares: PrefillShares, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,18 +412,34 @@ def _rows_of(shares: PrefillShares, rank: int) -> tuple[torch.Tensor, torch.Tens
     return torch.cat(seqs), torch.cat(positions)
 
 
-def _older_keys(shares: PrefillShares, cache: PagedKVCache, page_table: PageTable) -> PageTable:
+def _older_keys(given: CPPrefillArguments) -> PageTable:
     """This rank's block table of the older tokens."""
-    whole = replace(page_table, before_append=False)
-    local = shares.layout.shard_table(whole, cache.page_size).table
+    whole = replace(given.page_table, before_append=False)
+    local = given.shares.layout.shard_table(whole, given.cache.page_size).table
     return local.to_block_table(max(whole.page_ids.shape[-1], 1))
 
 
+def _attend_block(
+    given: CPPrefillArguments, block: torch.Tensor, keys: BlockKeys, source: int, o: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:  # fmt: skip
+    """Own queries over the new keys that one rank computed."""
+    q, options = given.q, given.attention()
+    stored = "bf16" if q.dtype == torch.bfloat16 else "fp16"
+    cache = PagedKVCache.from_tensors(block[0], block[1], format=stored)
+    if keys.starts is None:
+        paged_decode(q, cache, keys.table, out=o, lse=lse, **options)
+        return
+    causal = source == given.shares.layout.rank
+    batch_prefill(q, cache, keys.table, keys.starts, causal=causal, out=o, lse=lse, **options)
+
+
 def _attend_older(
-    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, local: PageTable, shares: PrefillShares,
-    group: dist.ProcessGroup, window_left: int, o: torch.Tensor, lse: torch.Tensor, options: dict[str, Any],
+    given: CPPrefillArguments, local: PageTable, call: PreparedCPPrefill, group: dist.ProcessGroup,
+    o: torch.Tensor, lse: torch.Tensor,
 ) -> None:  # fmt: skip
     """Attends all ranks' queries to this rank's older keys, `local`; returns own rows over all older keys."""
+    q, cache, shares, options = given.q, given.cache, given.shares, given.attention()
     layout, most, device = shares.layout, shares.most_rows, q.device
     world, heads, head_dim = layout.world, q.shape[1], q.shape[2]
     padded = q.new_zeros(most, heads, head_dim)
@@ -271,31 +452,20 @@ def _attend_older(
     lens = torch.cat([local.seq_lens, local.seq_lens.new_zeros(1)])
     part_o = torch.zeros(everyone.shape, dtype=torch.float32, device=device)
     part_lse = torch.full(everyone.shape[:2], -torch.inf, device=device)
-    batch = len(shares.new_lens)
-    if window_left >= 0:
-        seqs = torch.full((world, most), batch)
-        positions = torch.zeros(world, most, dtype=torch.int64)
-        for rank in range(world):
-            found, places = _rows_of(shares, rank)
-            seqs[rank, : len(found)], positions[rank, : len(found)] = found, places
-        of_row = seqs.flatten().to(device)
-        whole = torch.cat([page_table.seq_lens_tensor(), lens.new_zeros(1).to(page_table.seq_lens_tensor())])[
-            of_row
-        ]
-        begin = layout.local_lens(whole + positions.flatten().to(device) - window_left)
-        ranges = torch.stack((begin.to(_I32), lens[of_row]), -1)[:, None].contiguous()
-        table = PageTable.from_block_table(ids[of_row], lens[of_row], page_size=cache.page_size)
-        paged_decode(everyone, cache, table.with_key_ranges(ranges), out=part_o, lse=part_lse, **options)
-    else:
-        counts = []
-        for rank in range(world):
-            own = [a + b for a, b in shares.lens(rank)]
-            counts += [*own, most - sum(own)]
-        starts = torch.tensor([0, *counts]).cumsum(0).to(device, _I32)
+    if call.rows is None:
         table = PageTable.from_block_table(
             ids.repeat(world, 1), lens.repeat(world), page_size=cache.page_size
         )
-        batch_prefill(everyone, cache, table, starts, causal=False, out=part_o, lse=part_lse, **options)
+        assert call.starts is not None
+        batch_prefill(everyone, cache, table, call.starts, causal=False, out=part_o, lse=part_lse, **options)
+    else:
+        seqs, positions = call.rows
+        whole = given.page_table.seq_lens_tensor()
+        whole = torch.cat([whole, whole.new_zeros(1)])[seqs]
+        begin = layout.local_lens(whole + positions - given.window_left)
+        ranges = torch.stack((begin.to(_I32), lens[seqs]), -1)[:, None].contiguous()
+        table = PageTable.from_block_table(ids[seqs], lens[seqs], page_size=cache.page_size)
+        paged_decode(everyone, cache, table.with_key_ranges(ranges), out=part_o, lse=part_lse, **options)
     # The exchange is by rows instead of by heads: the two change places.
     sizes = ExchangeSizes(world, layout.rank, heads, world * most, head_dim)
     partial = Partial(sizes, torch.float32, "a2a", device)

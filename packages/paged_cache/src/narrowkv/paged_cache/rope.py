@@ -20,7 +20,7 @@ from narrowkv.runtime.errors import (
     spans_of,
 )
 from narrowkv.runtime.launch import named_values
-from narrowkv.runtime.operation import ByIdentity
+from narrowkv.runtime.operation import ByIdentity, metadata_of
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -71,13 +71,6 @@ class BoundRope(NamedTuple):
 
 BOUND_ROPES: ByIdentity[BoundRope] = ByIdentity()
 _kinds: dict[Any, int] = {}
-
-
-def metadata_of(x: object) -> tuple[Any, ...]:
-    """The key of calls with a tensor: its metadata without its address; of a number, itself and its class."""
-    if not isinstance(x, torch.Tensor):
-        return type(x), x
-    return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
 
 
 def bind_rope(rope: Rope) -> BoundRope:

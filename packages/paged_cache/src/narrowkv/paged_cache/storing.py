@@ -26,7 +26,6 @@ from narrowkv.paged_cache.rope import (
     BoundRope,
     Rope,
     bind_rope,
-    metadata_of,
     rope_constants,
     rope_pointers,
 )
@@ -34,7 +33,15 @@ from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import byte_span, check_instance, has_memory
 from narrowkv.runtime.launch import Arg, LaunchOptions, PreparedCall, launch_by_name, named, named_values
-from narrowkv.runtime.operation import Bounded, ByIdentity, Operation, Plan, Prepared, spans_of_arguments
+from narrowkv.runtime.operation import (
+    Bounded,
+    ByIdentity,
+    Operation,
+    Plan,
+    Prepared,
+    metadata_of,
+    spans_of_arguments,
+)
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.targets import device_target
 

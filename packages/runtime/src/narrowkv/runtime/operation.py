@@ -122,6 +122,13 @@ def signature_of(*values: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def metadata_of(x: object) -> tuple[Any, ...]:
+    """The key of calls with a tensor: its metadata without its address; of a number, itself and its class."""
+    if not isinstance(x, torch.Tensor):
+        return type(x), x
+    return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
+
+
 class Operation:
     """A public function that plans serve, by what it is called with.
 
@@ -147,6 +154,25 @@ class Operation:
             TypeError: as Python does.
         """
         errors.check_keywords(self.name, given, self.keywords)
+
+
+def refuse_containers(given: Any, values: slice) -> None:
+    """Names the keyword of a call that is a list or another container, where one value is expected.
+
+    Calls are looked up by these values, so that such a keyword fails before its own check.
+
+    Args:
+        given: the arguments, a named tuple.
+        values: those of them that a call is prepared for as they are.
+
+    Raises:
+        TypeError: naming it, if there is one.
+    """
+    for name, value in zip(given._fields[values], given[values], strict=True):
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(f"{name} must be a single value, got {value!r}") from None
 
 
 Spans = Sequence[tuple[int, int]]  # first address of each, and the one behind its last

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from narrowkv.runtime.errors import check_choice, check_finite_float, check_tensor
 from narrowkv.runtime.launch import active_target, executor
 from narrowkv.runtime.launch.tracing import traceable
-from narrowkv.runtime.operation import Bounded, Prepared, signature_of
+from narrowkv.runtime.operation import Bounded, Prepared, refuse_containers, signature_of
 from narrowkv.sage.checks import LAYOUTS, check_block_sizes, check_sage_shape, sage_shape, windows_of
 from narrowkv.sage.operation import PLAN, SAGE, SagePlan, make_plan, with_tuned_config
-from narrowkv.sage.options import IN_SIGNATURE, OF_TENSORS, SageArguments
+from narrowkv.sage.options import OF_TENSORS, PLAIN_VALUES, SageArguments
 from narrowkv.sage.shapes import SageShape
 from narrowkv.sage.sixteen_bit import BACKENDS
 
@@ -63,13 +63,21 @@ def sage_attention(
     if not options.keys() <= SAGE.keywords:
         SAGE.check_keywords(options)
     given, running = SageArguments(q, k, v, **options), executor()
+    if list in map(type, (given.window, given.block_sizes)):
+        given = given._replace(window=_as_tuple(given.window), block_sizes=_as_tuple(given.block_sizes))
     target = None if running is None else running.target.name
-    signature = target, signature_of(*given[:OF_TENSORS]), given[OF_TENSORS:IN_SIGNATURE]
+    signature = target, signature_of(*given[:OF_TENSORS]), given[PLAIN_VALUES]
     found = _calls.find(signature)
     if found is None:
+        refuse_containers(given, PLAIN_VALUES)
         found = _calls.keep(signature, _plan_and_call(given))
     plan, call = found
     return plan.attend_in_16_bits(q, k, v, given.out) if call is None else plan.launch(call, given)
+
+
+def _as_tuple(pair: Any) -> Any:
+    """A list as a tuple, by which calls are looked up; anything else as it is."""
+    return tuple(pair) if isinstance(pair, list) else pair
 
 
 def _plan_and_call(given: SageArguments) -> tuple[SagePlan, Prepared | None]:

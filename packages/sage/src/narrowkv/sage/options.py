@@ -145,3 +145,4 @@ IN_CALL = SageArguments._fields.index("qk_dtype")  # what a plan's calls are pre
 IN_PLAN = SageArguments._fields.index("backend")  # what plans are made for comes before it
 OF_TENSORS = SageArguments._fields.index("return_lse")  # tensors come before it
 IN_SIGNATURE = SageArguments._fields.index("validate")  # what calls depend on comes before it
+PLAIN_VALUES = slice(OF_TENSORS, IN_SIGNATURE)

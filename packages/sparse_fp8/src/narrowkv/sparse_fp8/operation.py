@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from narrowkv.paged_cache.rope import metadata_of
 from narrowkv.runtime.checks import refuse_overlap
 from narrowkv.runtime.errors import check_keywords, span_bytes
 from narrowkv.runtime.launch import Arg, BoundLaunch, Part, named_values
 from narrowkv.runtime.launch.workspace import Block
-from narrowkv.runtime.operation import Prepared
+from narrowkv.runtime.operation import Prepared, metadata_of
 from narrowkv.sparse_fp8.binding import INT32_MAX, begins_aligned
 from narrowkv.sparse_fp8.checks import SparseSettings, check_values, inputs_of
 from narrowkv.sparse_fp8.config import (

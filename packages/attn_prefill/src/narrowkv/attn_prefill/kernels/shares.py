@@ -19,17 +19,15 @@ from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, zeros_in_parts
 from narrowkv.quant.device import join_parts
 from narrowkv.runtime.attention.masks import SEQUENCES, SeenKeys, query_ranges, visible_range
 from narrowkv.runtime.attention.results import (
-    is_last_program,
     merge_partial_results,
     merge_splits,
+    splits_to_merge,
     store_partial_result,
 )
 from narrowkv.runtime.attention.softmax import multiply_values
 
 # Splits of a tile at most where the last program to arrive reads the partial results of all of them.
 _MOST_SPLITS = tl.constexpr(32)
-# More splits are merged in groups.
-_MERGED_AT_ONCE = tl.constexpr(16)
 # Key tiles of a split at least: with fewer a program spends most of its time on its start.
 _LEAST_TILES = tl.constexpr(4)
 
@@ -183,46 +181,28 @@ def attend_to_share(
 @triton.jit
 def merge_shares(
     workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS: tl.constexpr, SETTLE: tl.constexpr,
-    GROUPS: tl.constexpr, NVIDIA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Stores the partial result of a share; for the last of a tile, returns True and all splits merged.
 
-    A tile with one split has nothing to merge. Many splits are merged in groups, each by its last program,
-    whose result takes the place of the group's first one. A group's counter has the number of its first slot,
-    a tile's that of its second slot.
+    A tile with one split has nothing to merge.
     """
     write = share.num_splits == 1
     if share.num_splits > 1:
-        first_slot = (share.first_item * NUM_KV_HEADS + kv_head).to(tl.int64)
+        first_slot = share.first_item * NUM_KV_HEADS + kv_head
         step = share.step * NUM_KV_HEADS
-        size = share.num_splits
-        own_slot, in_group = first_slot, size
-        if GROUPS:
-            if share.num_splits > _MERGED_AT_ONCE:
-                size = tl.sqrt(share.num_splits.to(tl.float32)).to(tl.int32) + 1
-            begin = share.split // size * size
-            own_slot += begin * step
-            in_group = tl.minimum(share.num_splits - begin, size)
-        store_partial_result(
-            workspace, first_slot + share.split * step, acc, m, l, row_mask, BLOCK_M, BLOCK_D
-        )
-        write = is_last_program(workspace, own_slot.to(tl.int32), in_group, SETTLE)
+        slot = (first_slot + share.split * step).to(tl.int64)
+        store_partial_result(workspace, slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+        size = splits_to_merge(
+            workspace, acc, m, l, first_slot, step, share.split, share.num_splits, 1, row_mask, SETTLE,
+            GROUPS, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        write = size > 0
         if write:
             acc, m, l = merge_partial_results(
-                workspace, acc, m, l, own_slot, step, in_group, row_mask, BLOCK_M, BLOCK_D,
-                2 if NVIDIA and BLOCK_M < 64 else 1,
+                workspace, acc, m, l, first_slot, size * step, tl.cdiv(share.num_splits, size), row_mask,
+                BLOCK_M, BLOCK_D, 1,
             )  # fmt: skip
-            if GROUPS:
-                if size < share.num_splits:
-                    tl.debug_barrier()  # all threads have read the slot
-                    store_partial_result(workspace, own_slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
-                    groups = tl.cdiv(share.num_splits, size)
-                    write = is_last_program(workspace, (first_slot + step).to(tl.int32), groups, SETTLE)
-                    if write:
-                        acc, m, l = merge_partial_results(
-                            workspace, acc, m, l, first_slot, step * size, groups, row_mask, BLOCK_M, BLOCK_D,
-                            2 if BLOCK_M < 64 else 1,
-                        )  # fmt: skip
     return write, acc, m, l
 
 
@@ -242,7 +222,7 @@ def merge_programs(
     if RULES.shares:
         write, acc, m, l = merge_shares(
             workspace, share, acc, m, l, kv_head, row_mask, SIZES.num_kv_heads, RULES.settle,
-            RULES.as_decode, RULES.nvidia, BLOCKS.m, BLOCKS.d,
+            RULES.as_decode, BLOCKS.m, BLOCKS.d,
         )  # fmt: skip
     elif RULES.split:
         write, acc, m, l = merge_splits(

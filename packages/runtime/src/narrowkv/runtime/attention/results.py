@@ -110,28 +110,30 @@ def splits_of_group(num_splits):
 
 @triton.jit
 def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, merge, row_mask,
-                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                    SETTLE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
+                    BLOCK_D: tl.constexpr):  # fmt: skip
     """Counts a program that has stored its split's state; for the last one of a tile, what is left to merge.
 
-    The last program of each group of many splits merges the group into the slot of its first split: one
-    program that merged all splits of a long sequence would end long after all others. Tiles of 64 rows and
-    more have few splits, and no registers for this.
+    With GROUPS the last program of each group of many splits merges the group into the slot of its first
+    split: one program that merged all splits of a long sequence would end long after all others. Decode's
+    tiles of 64 rows and more have few splits, and no registers for it.
 
     Args:
         acc, m, l: any state, as for `merge_partial_results`.
         first_slot, step: the splits have the slots first_slot, first_slot + step, ... and the arrival
             counters of the same numbers: a group that of its first split, the tile that of the second split.
         merge: 0 if another launch merges.
+        SETTLE: see `settle_stores`; empty with GROUPS.
 
     Returns:
         For the last program how many splits, and slots, each state to merge stands for; else 0.
     """
     size = num_splits * 0 + 1
-    if BLOCK_M < 64:
+    if GROUPS:
         size = splits_of_group(num_splits)
     if merge == 0:
         size = 0
-    if BLOCK_M < 64:
+    if GROUPS:
         if size > 1:
             begin = split // size * size
             slot, parts = first_slot + begin * step, tl.minimum(num_splits - begin, size)
@@ -144,7 +146,7 @@ def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, m
             else:
                 size = 0
     if size > 0:
-        if not is_last_program(workspace, first_slot + step, tl.cdiv(num_splits, size), ""):
+        if not is_last_program(workspace, first_slot + step, tl.cdiv(num_splits, size), SETTLE):
             size = 0
     return size
 

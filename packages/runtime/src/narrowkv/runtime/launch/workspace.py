@@ -11,7 +11,8 @@ from narrowkv.runtime.errors import check_positive_int
 from narrowkv.runtime.launch.gpu import current_stream
 
 _ALIGNMENT = 256
-# Arrival counters of launches that merge partial results; every kernel leaves them zero.
+# Arrival counters of launches that merge partial results, which calls share unless they need more. Every
+# kernel leaves them zero.
 MOST_COUNTERS = 1 << 16
 
 Block = tuple[Sequence[int], torch.dtype]
@@ -67,11 +68,11 @@ class Workspace:
     def counters(self, count: int) -> torch.Tensor:
         """`[count]` int32 arrival counters, zero before and after every launch that uses them.
 
-        Raises:
-            ValueError: more than the workspace has.
+        More than the workspace has are allocated. Plans ask for them when they are made, so that none are
+        while a graph is captured.
         """
-        if count > MOST_COUNTERS:
-            raise ValueError(f"count must be at most {MOST_COUNTERS}, got {count}")
+        if count > self._counters.numel():
+            self._counters = self._counters.new_zeros(count)
         return self._counters[:count]
 
 
