@@ -222,3 +222,21 @@ def test_decode_of_one_token_keeps_infinite_values_in_their_channel(values, want
     assert not bool(o[0, 2:4, 3].isfinite().any())
     o[0, 2:4, 3] = expected[0, 2:4, 3]
     assert_agrees(o, expected)
+
+
+@pytest.mark.parametrize("kernel", ["decode", *KERNELS])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_query_that_is_not_finite_leaves_other_rows_as_they_are(value, kernel, device):
+    """The power of two of a tile of Q goes by its finite elements."""
+    if kernel == "decode":
+        case: Any = DecodeCase.small(lens=(80, 40), gqa_ratio=2)
+    else:
+        case = PrefillCase.small((40, 3), (80, 40), gqa_ratio=2, kernel=kernel)
+    inputs = case.inputs(device)
+    expected, _ = inputs.reference()
+    inputs.q[1, 2, 5] = value
+    o, lse = inputs.call()
+    others = torch.ones(o.shape[:2], dtype=torch.bool, device=device)
+    others[1, 2] = False
+    assert_agrees(o[others], expected[others])
+    assert bool(lse[others].isfinite().all())

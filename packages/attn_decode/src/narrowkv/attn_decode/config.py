@@ -197,6 +197,7 @@ def rows_of_tile(target: Target, rows: int, *, fast: bool, head_dim: int) -> int
     return min(_CLOCKS_OF_ROWS, key=lambda most: -(-rows // most) * _CLOCKS_OF_ROWS[most])
 
 
+_LINE = 128  # bytes of a cache line
 # Keys of sequences that may be of any lengths without a program's share being far from even.
 _SHORT = 1024
 # Batch-invariant splits: small enough that one long sequence occupies a device, and few enough that the
@@ -411,13 +412,19 @@ def _tile_of(
     return choice_for(tiles.CPU_ROWS if target.name == "cpu" else tiles.LARGE_ROWS, facts)
 
 
-def _xcd_items(target: Target, shape: DecodeShape, row_blocks: int) -> int:
-    """Splits whose programs run on one XCD, where several blocks of rows read the same keys.
+def _xcd_items(target: Target, shape: DecodeShape, row_blocks: int, formats: tuple[str, str]) -> int:
+    """Splits whose programs run on one XCD, where several of them read the same lines of the cache.
 
-    Model (`python tools/xcd_figures.py`), two blocks: bf16 1.06 and 1.07 times as fast (gfx942, gfx950), FP8
-    1.04. Blocks of multiples of `xcds` KV heads are on one XCD in any order.
+    Several blocks of rows read the same keys. Model (`python tools/xcd_figures.py`), two blocks: bf16 1.06
+    and 1.07 times as fast (gfx942, gfx950), FP8 1.04. Blocks of multiples of `xcds` KV heads are on one XCD
+    in any order. Heads share the lines of rows that do not fill one, as of FP4: 4 sequences of 1024 keys in
+    pages of one token, gfx942 9.4 and 7.0 us, gfx950 6.0 and 5.1.
     """
-    return int(target.xcds > 1 and row_blocks > 1 and shape.num_kv_heads % target.xcds > 0)
+    blocks = row_blocks > 1 and shape.num_kv_heads % target.xcds > 0
+    bits = min(
+        get_format(name).bits * dim for name, dim in zip(formats, (shape.head_dim, shape.v_dim), strict=True)
+    )
+    return int(target.xcds > 1 and (blocks or bits < 8 * _LINE))
 
 
 def _merging(
@@ -499,5 +506,5 @@ def _shipped_config(
     in_launch, merge = _merging(target, shape, split, at_once, programs, batch_invariant)
     return DecodeConfig(
         block_m, block_n, split, num_items, tiles_per_split, in_launch, chosen, k_parts, v_parts,
-        tile.options, tile.prefetch, merge, _xcd_items(target, shape, row_blocks), slots,
+        tile.options, tile.prefetch, merge, _xcd_items(target, shape, row_blocks, formats), slots,
     )  # fmt: skip

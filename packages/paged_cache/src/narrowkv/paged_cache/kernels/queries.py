@@ -119,16 +119,16 @@ def _transform_queries_kernel(
 
 @triton.jit
 def largest_magnitude(q, PARTS: tl.constexpr):
-    """The largest finite magnitude of a tile."""
+    """The largest finite magnitude of a tile; infinite or NaN if no element is finite."""
     for i in tl.static_range(PARTS):
-        bits = q[i].to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        # Magnitudes are ordered as their bits are. Those of no finite number become 0 without a mask of
-        # lanes, which would take a pair of scalar registers on AMD.
-        bits &= (bits - 0x7F800000) >> 31
+        bits = q[i].to(tl.float32).to(tl.uint32, bitcast=True)
+        # Without their sign, bits are ordered as magnitudes are, and those that are not finite wrap to below
+        # 2**24. No lane is masked, which would take a pair of scalar registers on AMD.
+        bits = (bits << 1) + (1 << 24)
         # All parts before the first exchange between lanes.
         top = bits if i == 0 else tl.maximum(top, bits)  # noqa: F821
     # Rows first: those that one lane holds need no exchange.
-    return tl.max(tl.max(top, 0), 0).to(tl.float32, bitcast=True)
+    return ((tl.max(tl.max(top, 0), 0) - (1 << 24)) >> 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit

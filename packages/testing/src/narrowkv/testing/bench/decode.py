@@ -151,7 +151,7 @@ class DecodeBench(Bench[DecodeSizes]):
             executor.scale = Scale(passes=shape.context / int(lens[0]))
             return paged_decode(q, cache, table, plan=plan)
 
-        return [ModelCall("decode", shape, shape.flops, 1.0, trace, shape.bytes_touched)]
+        return [ModelCall("decode", shape, shape.flops, shape.cache.hbm_share, trace, shape.bytes_touched)]
 
 
 def checker(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[[torch.Tensor], float]:

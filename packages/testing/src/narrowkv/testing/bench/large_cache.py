@@ -17,6 +17,7 @@ __all__ = ["CacheSizes", "LargeCache"]
 # Gaussian numbers beyond 4.5 are rare; they are clipped, for the reference too.
 _SPREAD = 4.5
 _CHUNK_TOKENS = 65536
+_LINE = 128  # bytes of a cache line
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,29 @@ class CacheSizes:
         row = sum(self._row_bytes(name) for name in self._formats)
         pages = self.batch * -(-self.context // self.page_size)
         return self.batch * self.context * self.num_kv_heads * row + 4 * pages
+
+    @property
+    def hbm_share(self) -> float:
+        """Share of the cache lines that programs of one KV head each load which HBM serves.
+
+        HBM serves a line once. Heads share the lines of rows that do not fill one, and those of scales.
+
+        Example:
+            >>> CacheSizes(1, 64, page_size=1, num_kv_heads=8, head_dim=128, format="fp4_e2m1").hbm_share
+            0.3125
+            >>> CacheSizes(1, 64, page_size=1, num_kv_heads=8, head_dim=128, format="fp8_e4m3fn").hbm_share
+            1.0
+        """
+        loaded = served = 0.0
+        for name in self._formats:
+            row = self.head_dim * get_format(name).bits / 8
+            scales = self._row_bytes(name) - row
+            heads = self.num_kv_heads
+            for size, step in ((row, row * (heads if self.layout == "NHD" else 1)), (scales, scales * heads)):
+                if size:  # lines of a page that programs load, and those that the page has
+                    loaded += heads * max(self.page_size * max(size / _LINE, min(step / _LINE, 1.0)), 1.0)
+                    served += max(self.page_size * heads * size / _LINE, 1.0)
+        return served / loaded
 
     @property
     def _formats(self) -> tuple[str, str]:
