@@ -155,7 +155,9 @@ def test_two_levels_choose_what_deepseek_v41_defines(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_numbers_that_no_block_has_are_skipped(dtype: torch.dtype) -> None:
-    numbers = [-(2**31), -1, 0, 3, 12, 13, 2**31 - 1]
+    numbers = [-(2**31), -1, 0, 3, 12, 13, 2**29 + 1, 2**31 - 1]  # eight times the last but one is 8 again
+    if dtype == torch.int64:
+        numbers += [2**32 + 1]
     blocks = GuardZones().place("blocks", torch.tensor([numbers], dtype=dtype))
     with executing(CheckedInterpreter()):
         chosen = index_topk(torch.zeros(1, 99), 30, block_size=8, blocks=blocks)
