@@ -40,6 +40,8 @@ def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
 TOPK = {
     "one launch, ties": "tokens=2,columns=500,topk=64,values=ties,bounds=starts",
     "two launches, rows": "tokens=2,columns=20000,topk=700,bounds=seq_lens,page_size=64",
+    "blocks": "tokens=2,columns=3000,topk=200,bounds=seq_lens,block_size=8,values=ties",
+    "inside blocks": "tokens=2,columns=3000,topk=64,bounds=ends,block_size=8,num_blocks=200,page_size=64",
     "special values": "tokens=1,columns=3000,topk=100,values=special,bounds=ends",
 }
 

@@ -491,8 +491,11 @@ def _append_index_keys(layout: str, style: str = "") -> Scene:
     return scene
 
 
-def _index_topk(by_length: bool, columns: int) -> Scene:
-    """Of 3 sequences with 2 tokens each, with rows of pages; or of 3 tokens with bounds."""
+def _index_topk(by_length: bool, columns: int, blocks: str = "") -> Scene:
+    """Of 3 sequences with 2 tokens each, with rows of pages; or of 3 tokens with bounds.
+
+    `blocks`: "choose" for blocks of 8 columns, "within" for columns of given ones.
+    """
 
     def scene(guarded: Guarded) -> Call:
         q_len, topk = 2 if by_length else 1, 5
@@ -514,7 +517,19 @@ def _index_topk(by_length: bool, columns: int) -> Scene:
             options["ends"] = guarded.integers("ends", ends)
         for name in set(options) - {"block_table", "page_size"}:
             metadata[name] = Numbers(options[name], columns, int, nearest)
-        plan = plan_index_topk(topk=topk, num_columns=columns, device=guarded.device, max_num_tokens=6)
+        sizes: dict[str, int] = {}
+        if blocks:
+            options["block_size"] = sizes["block_size"] = 8
+        if blocks == "within":
+            sizes["num_blocks"] = 4
+            numbers = torch.tensor([0, 1, 4, columns // 8 - 1], device=guarded.device)
+            options["blocks"] = guarded.integers("blocks", numbers.repeat(3 * q_len, 1))
+            metadata["blocks"] = Numbers(
+                options["blocks"], -(-columns // 8) - 1, lambda seq: slice(seq * q_len, (seq + 1) * q_len)
+            )
+        plan = plan_index_topk(
+            topk=topk, num_columns=columns, device=guarded.device, max_num_tokens=6, **sizes
+        )
         plan = replace(plan, workspace=guarded.workspace(plan.workspace_bytes(), guarded.device))
         out = guarded.place("out", torch.zeros(3 * q_len, topk, dtype=I32, device=guarded.device))
 
@@ -669,6 +684,8 @@ def _register() -> Iterator[tuple[str, Scene]]:
     for columns in (100, 20000):
         yield f"index_topk, bounds, {columns}", _index_topk(False, columns)
         yield f"index_topk, lengths and pages, {columns}", _index_topk(True, columns)
+        yield f"index_topk, blocks, {columns}", _index_topk(False, columns, "choose")
+        yield f"index_topk, inside blocks, {columns}", _index_topk(True, columns, "within")
     one = LatentCase(lens=(20, 5, 33, 9), page_size=8, num_qo_heads=6)
     for kind in ("block table", "ragged"):
         w = replace(one, ragged=kind == "ragged")
@@ -822,7 +839,7 @@ def test_wrong_metadata_never_leaves_the_tensors_in_amd_machine_code(name: str, 
         "decode, block table, even", "decode, ragged, even", "prefill, block table, dense",
         "prefill, ragged, fused", "prefill_append, fused, rope", "append, fp8, rope", "sparse_prefill",
         "sparse_decode, FP8 rows", "sage, int8",
-        "index_logits, packed", "index_topk, lengths and pages, 100",
+        "index_logits, packed", "index_topk, lengths and pages, 100", "index_topk, inside blocks, 100",
     ],
 )  # fmt: skip
 def test_metadata_of_either_integer_and_any_stride_is_read_as_it_is(name: str, device: str) -> None:

@@ -118,10 +118,76 @@ def test_a_plan_keeps_its_candidates_and_takes_smaller_calls(device: str) -> Non
     assert "2 launches" in plan.explain()
 
 
+def _as_v41_defines_it(logits: torch.Tensor, ends: torch.Tensor, topk: int, num_blocks: int) -> torch.Tensor:
+    """Columns in blocks of 8 as transformers' DeepSeek-V4.1 chooses them: by a mask of blocks."""
+    hidden = logits.masked_fill(
+        torch.arange(logits.shape[1], device=logits.device) >= ends[:, None], -torch.inf
+    )
+    scores = torch.nn.functional.pad(hidden, (0, -logits.shape[1] % 8), value=-torch.inf)
+    scores = scores.unflatten(-1, (-1, 8)).amax(-1)
+    newest = torch.arange(scores.shape[1], device=logits.device) == (ends[:, None] - 1).div(
+        8, rounding_mode="floor"
+    )
+    best = scores.masked_fill(newest, torch.inf).topk(num_blocks, -1)
+    mask = torch.zeros_like(newest).scatter_(1, best.indices, best.values > -torch.inf)
+    hidden = hidden.masked_fill(~mask.repeat_interleave(8, 1)[:, : logits.shape[1]], -torch.inf)
+    chosen = hidden.topk(topk, -1)
+    columns = torch.where(chosen.values > -torch.inf, chosen.indices, logits.shape[1]).sort(-1).values
+    return torch.where(columns < logits.shape[1], columns, -1).to(I32)
+
+
+def test_two_levels_choose_what_deepseek_v41_defines(device: str) -> None:
+    logits = torch.randn(6, 1501, generator=torch.Generator().manual_seed(0)).to(device)
+    later = torch.randn(6, 1501, generator=torch.Generator().manual_seed(1)).to(device)
+    ends = torch.tensor([1501, 1496, 1497, 100, 3, 0], dtype=I32, device=device)
+    blocks = index_topk(logits, 40, block_size=8, ends=ends)
+    newest = (ends[:5] - 1) // 8
+    assert bool((blocks[:5] == newest[:, None]).any(1).all()), "the newest block is always among them"
+    assert blocks[5].tolist() == [-1] * 40
+    own = index_topk(logits, 60, block_size=8, blocks=blocks, ends=ends)
+    assert torch.equal(own, _as_v41_defines_it(logits, ends, 60, 40))
+    # Layers after the first have logits of their own, and its blocks.
+    found = index_topk(later, 60, block_size=8, blocks=blocks, ends=ends)
+    assert torch.equal(found, index_topk_reference(later, 60, ends=ends, block_size=8, blocks=blocks))
+    inside = torch.where(found >= 0, found // 8, -1)
+    assert bool(((inside[:, :, None] == blocks[:, None]).any(2) | (found < 0)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_numbers_that_no_block_has_are_skipped(dtype: torch.dtype) -> None:
+    numbers = [-(2**31), -1, 0, 3, 12, 13, 2**29 + 1, 2**31 - 1]  # eight times the last but one is 8 again
+    if dtype == torch.int64:
+        numbers += [2**32 + 1]
+    blocks = GuardZones().place("blocks", torch.tensor([numbers], dtype=dtype))
+    with executing(CheckedInterpreter()):
+        chosen = index_topk(torch.zeros(1, 99), 30, block_size=8, blocks=blocks)
+    assert chosen.tolist() == [[*range(8), *range(24, 32), 96, 97, 98, *[-1] * 11]]
+
+
+def test_no_blocks_and_plans_with_blocks(device: str) -> None:
+    logits = torch.randn(5, 24000, device=device)
+    none = torch.zeros(5, 0, dtype=I32, device=device)
+    assert bool((index_topk(logits, 3, block_size=8, blocks=none) == -1).all())
+    plan = plan_index_topk(topk=70, num_columns=24000, device=device, max_num_tokens=5, block_size=8)
+    inner = plan_index_topk(
+        topk=30, num_columns=24000, device=device, max_num_tokens=5, block_size=8, num_blocks=70
+    )
+    assert plan.explain().startswith("2 launches: blocks of 8 columns")
+    for tokens in (5, 2):
+        blocks = plan.run(logits[:tokens], block_size=8)
+        assert torch.equal(blocks, index_topk_reference(logits[:tokens], 70, block_size=8))
+        chosen = index_topk(logits[:tokens], 30, block_size=8, blocks=blocks, plan=inner)
+        assert torch.equal(chosen, index_topk_reference(logits[:tokens], 30, block_size=8, blocks=blocks))
+
+
 def test_more_tokens_than_the_scratch_holds(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowkv.sparse_fp8.indexer.topk._SCRATCH_BYTES", 2 * 3 * 300 * 8)
     plan = plan_index_topk(topk=300, num_columns=24000, device=device, max_num_tokens=5)
     assert plan.tokens_at_once == 2
+    few = plan_index_topk(topk=30, num_columns=24000, device=device, max_num_tokens=5, block_size=32)
+    assert few.tokens_at_once == 2
+    for_few = torch.randn(5, 24000, device=device)
+    assert torch.equal(few.run(for_few, block_size=32), index_topk_reference(for_few, 30, block_size=32))
     ends = torch.tensor([24000, 9000, 23, 0, 16385], dtype=I32, device=device)
     logits = torch.randn(5, 24000, device=device)
     assert torch.equal(plan.run(logits, ends=ends), index_topk_reference(logits, 300, ends=ends))
@@ -183,6 +249,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"seq_lens": ONE, "block_table": TABLE, "page_size": 64},
         "block_table must have a row for each sequence",
     ),
+    "blocks without a size": ({"blocks": TABLE[:1]}, "block_size must be given with num_blocks"),
+    "blocks of three columns": ({"block_size": 3}, "block_size must be a power of two up to 64"),
+    "blocks of 128 columns": ({"block_size": 128}, "block_size must be a power of two up to 64"),
+    "blocks of other tokens": ({"block_size": 8, "blocks": TABLE}, r"blocks must have shape \[4"),
+    "blocks in bf16": ({"block_size": 8, "blocks": torch.zeros(4, 9).bfloat16()}, "blocks must have dtype"),
+    "rows of blocks": (
+        {"block_size": 8, "slots": torch.zeros(100, dtype=I32)}, "slots must be None where blocks are chosen",
+    ),
     "an output of another width": ({"out": torch.zeros(4, 6, dtype=I32)}, r"out must have shape \[4, 5\]"),
     "an output in int64": ({"out": torch.zeros(4, 5, dtype=torch.int64)}, "out must have dtype torch.int32"),
 }  # fmt: skip
@@ -203,6 +277,15 @@ def test_plans_refuse_larger_calls_and_other_numbers() -> None:
         plan.run(torch.zeros(4, 101))
     with pytest.raises(ValueError, match="topk must be 5 like the plan's, got 6"):
         _select(topk=6, plan=plan)
+    with pytest.raises(ValueError, match="block_size must be None like the plan's, got 8"):
+        _select(block_size=8, plan=plan)
+    of_blocks = plan_index_topk(topk=5, num_columns=100, device="cpu", block_size=8, num_blocks=3)
+    with pytest.raises(ValueError, match="blocks must be given only with a plan for some"):
+        _select(block_size=8, plan=of_blocks)
+    with pytest.raises(ValueError, match="blocks must have at most 3 columns, got 4"):
+        _select(block_size=8, blocks=torch.zeros(4, 4, dtype=I32), plan=of_blocks)
+    with pytest.raises(ValueError, match="num_blocks must be at most"):
+        plan_index_topk(topk=5, num_columns=9, device="cpu", block_size=64, num_blocks=MOST_COLUMNS)
     with pytest.raises(ValueError, match="num_columns must be at most"):
         plan_index_topk(topk=5, num_columns=MOST_COLUMNS + 1, device="cpu")
     with pytest.raises(ValueError, match="workspace must be None without max_num_tokens"):

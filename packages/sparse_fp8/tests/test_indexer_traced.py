@@ -58,6 +58,19 @@ def test_a_step_compiles_into_one_graph(layout: str, dynamic: bool) -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_blocks_and_the_columns_inside_them_compile_into_one_graph(dynamic: bool) -> None:
+    torch.compiler.reset()
+
+    def step(logits: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = index_topk(2 * logits, 6, block_size=8, ends=ends)
+        return blocks, index_topk(-logits, 9, block_size=8, blocks=blocks, ends=ends)
+
+    inputs = torch.randn(3, 130), torch.tensor([130, 77, 4], dtype=I32)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert all(map(torch.equal, compiled(*inputs), step(*inputs)))
+
+
 def test_outputs_and_plans_in_a_trace() -> None:
     inputs = _inputs("packed")
     expected = index_logits(inputs.q, inputs.weights, inputs.keys, **inputs.where)
@@ -107,8 +120,11 @@ def test_operators_keep_what_they_say(layout: str) -> None:
     inputs = (as_bytes(t.q), t.weights, *_tensors(t.keys), *where, *options)
     torch.library.opcheck(torch.ops.narrowkv.index_logits, inputs)
     logits = torch.randn(3, 40)
-    inputs = (logits, None, None, None, None, None, *spell(topk=5, page_size=None, plan=None))
-    torch.library.opcheck(torch.ops.narrowkv.index_topk, inputs)
+    blocks = torch.tensor([[0, 3, -1]] * 3, dtype=I32)
+    for block_size, named in ((None, None), (8, None), (8, blocks)):
+        options = spell(topk=5, page_size=None, block_size=block_size, plan=None)
+        inputs = (logits, None, None, None, None, None, named, *options)
+        torch.library.opcheck(torch.ops.narrowkv.index_topk, inputs)
     torch.library.opcheck(torch.ops.narrowkv.index_topk_out, (*inputs, torch.zeros(3, 5, dtype=I32)))
 
 
@@ -132,10 +148,16 @@ def test_a_graph_is_replayed_with_other_numbers(layout: str) -> None:
     bounds = {name: where[name] for name in ("starts", "ends", "seq_lens") if name in where}
     plan = plan_index_logits(num_heads=8, keys=inputs.keys.stored, device="cuda")
     width = index_logits(inputs.q, inputs.weights, inputs.keys, **where).shape[1]
-    top = plan_index_topk(topk=TOPK, num_columns=width, device="cuda", max_num_tokens=3)
+    sizes = {"num_columns": width, "device": "cuda", "max_num_tokens": 3}
+    top = plan_index_topk(topk=TOPK, **sizes)
+    outer = plan_index_topk(topk=3, block_size=8, **sizes)
+    inner = plan_index_topk(topk=TOPK, block_size=8, num_blocks=3, **sizes)
 
     def step() -> torch.Tensor:
-        return top.run(plan.run(inputs.q, inputs.weights, inputs.keys, **where), **bounds)
+        logits = plan.run(inputs.q, inputs.weights, inputs.keys, **where)
+        blocks = outer.run(logits, block_size=8, **bounds)
+        inside = inner.run(logits, block_size=8, blocks=blocks, **bounds)
+        return torch.cat((top.run(logits, **bounds), blocks, inside), 1)
 
     step()
     graph = torch.cuda.CUDAGraph()

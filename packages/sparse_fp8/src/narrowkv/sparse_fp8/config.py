@@ -210,10 +210,6 @@ _HOPPER_ROWS = (
         SparseTile(64, _options(4, 1), stages=2),
         "Q of 32 heads and two tiles of 576 columns take 193 of 227 KB. Latent decode, 24 heads, and in the "
         "kernels for 64: one scale 178 and 190, bf16 152 and 203"),
-    ConfigRow({"head_dim": HEAD_DIM + 64, "kernel": "16bit"},
-        SparseTile(32, _options(8, 1), stages=3, heads=64),
-        "Q of 64 heads and two tiles of 64 rows do not fit. Latent decode, 128 and 40 heads: 368 and 208, "
-        "the kernel for few heads 453 and 227"),
     ConfigRow({"head_dim": HEAD_DIM + 64, "scale": "fp32"},
         SparseTile(32, _options(4, 1), stages=2, heads=64),
         "Numerators of four groups beside tiles of 64 rows do not fit. Latent decode, 128, 40 and 24 heads: "

@@ -198,6 +198,10 @@ class IndexTopkOptions(TypedDict, total=False):
             column c is row `block_table[sequence, c // page_size] * page_size + c % page_size`.
         page_size: tokens of a page of `block_table`.
         slots: int32 or int64 `[num_columns]`, instead of `block_table`: column c is row `slots[c]`.
+        block_size: columns of a block, a power of two up to 64. Without `blocks` the result has blocks, not
+            columns: those with the largest logits; that of the token's last column counts as infinite.
+        blocks: int32 or int64 `[num_tokens, num_blocks]`, the blocks that columns are chosen from, ascending
+            and each once, as chosen with `block_size` before; a number that no block has is skipped.
         out: where to write, int32 `[num_tokens, topk]`, last dimension contiguous.
     """
 
@@ -207,6 +211,8 @@ class IndexTopkOptions(TypedDict, total=False):
     block_table: torch.Tensor | None
     page_size: int | None
     slots: torch.Tensor | None
+    block_size: int | None
+    blocks: torch.Tensor | None
     out: torch.Tensor | None
 
 

@@ -153,7 +153,11 @@ MODELS: tuple[Model, ...] = (
         (
             *_sparse(64, "packed528", _WINDOWED), *_sparse(64, "packed288", _WINDOWED),
             *_indexer(32, 512, "fp4_e2m1"),
-            Need("candidate_topk", "top-k inside candidate blocks", ""),
+            Need("topk", "top 2048 blocks of 8", "topk=2048,block_size=8,columns=20000,tokens=2,bounds=ends"),
+            Need(
+                "topk", "top 512 in these blocks",
+                "topk=512,block_size=8,num_blocks=2048,columns=20000,tokens=2,bounds=ends",
+            ),
         ),
     ),
     Model(

@@ -101,17 +101,38 @@ def index_topk_reference(
     *,
     starts: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
+    block_size: int | None = None,
+    blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`index_topk` by a stable sort; see there. Columns are not mapped to rows."""
     columns = logits.shape[1]
     at = torch.arange(columns, device=logits.device)
-    inside = logits > -torch.inf
+    own = torch.ones_like(logits, dtype=torch.bool)
     if starts is not None:
-        inside &= at >= starts[:, None]
+        own &= at >= starts[:, None]
     if ends is not None:
-        inside &= at < ends[:, None]
+        own &= at < ends[:, None]
+    inside = own & (logits > -torch.inf)
+    if blocks is not None:
+        assert block_size is not None
+        number = at // block_size
+        inside &= (blocks.long()[:, :, None] == number).any(1)
+    elif block_size is not None:
+        logits = _largest_of_blocks(torch.where(inside, logits, -torch.inf), own, block_size)
+        inside, columns = logits > -torch.inf, logits.shape[1]
     ranked = torch.where(inside, logits, -torch.inf)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
     chosen = torch.where(inside.gather(1, order), order, columns).sort(-1).values
     chosen = torch.where(chosen < columns, chosen, -1).to(torch.int32)
     return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[1]), value=-1)
+
+
+def _largest_of_blocks(logits: torch.Tensor, own: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The largest logit of each block, infinity for that of each row's last column among its `own`."""
+    padding = (0, -logits.shape[1] % block_size)
+    numbers = torch.nn.functional.pad(logits, padding, value=-torch.inf)
+    largest = numbers.view(len(logits), numbers.shape[1] // block_size, block_size).amax(-1)
+    last = (own * torch.arange(1, own.shape[1] + 1, device=own.device)).amax(1) - 1
+    has_any = last >= 0
+    largest[has_any, last[has_any] // block_size] = torch.inf
+    return largest

@@ -27,7 +27,15 @@ from narrowkv.runtime.launch.workspace import Block
 from narrowkv.runtime.operation import Plan, signature_of
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.indexer.kernels.logits import Bounds
-from narrowkv.sparse_fp8.indexer.kernels.topk import Candidates, RowMap, TopkSpec, _index_topk_kernel
+from narrowkv.sparse_fp8.indexer.kernels.topk import (
+    BlockSpec,
+    Candidates,
+    RowMap,
+    TopkSpec,
+    _block_logits_kernel,
+    _block_maxima_kernel,
+    _index_topk_kernel,
+)
 from narrowkv.sparse_fp8.options import TOPK_DEFAULTS
 
 if TYPE_CHECKING:
@@ -39,6 +47,9 @@ __all__ = ["MOST_COLUMNS", "MOST_TOPK", "IndexTopkPlan", "index_topk", "plan_ind
 
 MOST_TOPK = 4096
 MOST_COLUMNS = 1 << 24
+MOST_BLOCK_SIZE = 64
+_COLUMNS_OF_A_PROGRAM = 2048
+"""Columns of a program that reads blocks."""
 _CHUNKS = (8192, 16384)
 """Logits of a program that chooses candidates; the last is the most that a program holds in registers."""
 _SCRATCH_BYTES = 1 << 27
@@ -82,39 +93,58 @@ class IndexTopkPlan(Plan):
         topk: columns that are chosen.
         num_columns: the most logits of a token.
         max_num_tokens: the most tokens; None if calls allocate their candidates.
+        block_size, num_blocks: columns of a block, and the most blocks that columns are chosen from; None
+            without blocks, and None where blocks are chosen.
     """
 
     topk: int
     num_columns: int
     max_num_tokens: int | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+
+    def _width(self, num_columns: int, num_blocks: int | None) -> int:
+        """Numbers of a token that its result is chosen from: logits, maxima of blocks or logits of blocks."""
+        if self.block_size is None:
+            return num_columns
+        return -(-num_columns // self.block_size) if num_blocks is None else num_blocks * self.block_size
 
     @cached_property
     def levels(self) -> list[_Level]:
-        """The launches of a call of `num_columns`."""
-        return levels_of(self.num_columns, self.topk)
+        """The launches of a call of `num_columns`, after that which reads blocks."""
+        return levels_of(self._width(self.num_columns, self.num_blocks), self.topk)
 
     @cached_property
     def tokens_at_once(self) -> int:
         """Tokens whose candidates are held at the same time."""
-        most = max((level.chunks for level in self.levels[:-1]), default=0) * self.topk * 8
-        return max(1, _SCRATCH_BYTES // most) if most else 1 << 30
+        most = max((level.chunks for level in self.levels[:-1]), default=0) * self.topk
+        if self.block_size is not None:
+            most = max(most, self._width(self.num_columns, self.num_blocks))
+        return max(1, _SCRATCH_BYTES // (8 * most)) if most else 1 << 30
 
     def blocks(self) -> dict[str, Block]:
         """Candidates of the largest call."""
-        return self._blocks(self.max_num_tokens or 0, [level.chunks for level in self.levels])
+        width = self._width(self.num_columns, self.num_blocks)
+        return self._blocks(self.max_num_tokens or 0, width, [level.chunks for level in self.levels])
 
-    def _blocks(self, tokens: int, chunks: list[int]) -> dict[str, Block]:
+    def _blocks(self, tokens: int, width: int, chunks: list[int]) -> dict[str, Block]:
         tokens = min(tokens, self.tokens_at_once)
         found: dict[str, Block] = {}
-        for number, count in enumerate(chunks[:-1]):
-            found[f"logits {number}"] = ((tokens, count * self.topk), torch.float32)
-            found[f"columns {number}"] = ((tokens, count * self.topk), torch.int32)
+        widths = {str(number): count * self.topk for number, count in enumerate(chunks[:-1])}
+        if self.block_size is not None:
+            widths["of blocks"] = width
+        for name, count in widths.items():
+            found[f"logits {name}"] = ((tokens, count), torch.float32)
+            found[f"columns {name}"] = ((tokens, count), torch.int32)
         return found
 
     def explain(self) -> str:
         """One line: launches, logits of a program, scratch memory."""
         steps = ", ".join(f"{level.block} logits a program" for level in self.levels)
-        return f"{len(self.levels)} launches: {steps}; workspace {self.workspace_bytes()} bytes"
+        launches = len(self.levels)
+        if self.block_size is not None:
+            steps, launches = f"blocks of {self.block_size} columns, {steps}", launches + 1
+        return f"{launches} launches: {steps}; workspace {self.workspace_bytes()} bytes"
 
     @cached_property
     def _kernels(self) -> dict[tuple[str, int, int], list[BoundLaunch]]:
@@ -128,11 +158,22 @@ class IndexTopkPlan(Plan):
             bounds: "" for none, "ends" for `starts` or `ends`, "seq_lens".
             q_len, page_size: as in the call.
         """
-        last = len(self.levels) - 1
+        last, has_blocks = len(self.levels) - 1, self.block_size is not None
         lanes = max(32, self.target.wave_size)
         # A lane holds 32 logits at most, and then 8 of them at a time.
         warps = [max(4, level.block // (32 * lanes)) for level in self.levels]
-        return [
+        found = []
+        if self.block_size is not None:
+            spec = BlockSpec(
+                SIZE=self.block_size,
+                BLOCKS=_COLUMNS_OF_A_PROGRAM // self.block_size,
+                HAS_BOUNDS=bounds != "",
+                BY_LENGTH=int(bounds == "seq_lens"),
+                Q_LEN=q_len,
+            )
+            kernel = _block_maxima_kernel if self.num_blocks is None else _block_logits_kernel
+            found.append(self.bind(kernel, LaunchOptions(num_warps=4, num_stages=1), SPEC=spec))
+        return found + [
             self.bind(
                 _index_topk_kernel,
                 LaunchOptions(num_warps=warps[number], num_stages=1),
@@ -141,9 +182,9 @@ class IndexTopkPlan(Plan):
                     BLOCK_K=1 << (self.topk - 1).bit_length(),
                     BLOCK=level.block,
                     TILE=min(level.block, 8 * lanes * warps[number]),
-                    FIRST=number == 0,
+                    FIRST=number == 0 and not has_blocks,
                     LAST=number == last,
-                    HAS_BOUNDS=bounds != "" and number == 0,
+                    HAS_BOUNDS=bounds != "" and number == 0 and not has_blocks,
                     BY_LENGTH=int(bounds == "seq_lens" and number == 0),
                     Q_LEN=q_len if number in (0, last) else 1,
                     PAGE_SIZE=page_size if number == last else 1,
@@ -160,17 +201,18 @@ class IndexTopkPlan(Plan):
         """Selects; see `index_topk`."""
         where: dict[str, Any] = with_defaults("run", options, TOPK_DEFAULTS)
         out: torch.Tensor | None = where.pop("out")
-        page_size = where.pop("page_size")
-        signature = signature_of(logits, *where.values(), page_size, out)
+        page_size, block_size = where.pop("page_size"), where.pop("block_size")
+        signature = signature_of(logits, *where.values(), page_size, block_size, out)
         q_len: int | None = self.calls.find(signature)
         if q_len is None:
+            self._check_blocks(logits, where, block_size)
             q_len = self._check(logits, where, page_size, out)
             self.calls.keep(signature, q_len)
         if out is None:
             out = torch.empty((logits.shape[0], self.topk), dtype=torch.int32, device=logits.device)
         else:
             check_no_overlap("out", out, logits=logits, **where)
-        if logits.shape[1] == 0:
+        if logits.shape[1] == 0 or ((blocks := where["blocks"]) is not None and blocks.shape[1] == 0):
             return out.fill_(-1)
         self._launch(logits, where, page_size or 1, q_len, out)
         return out
@@ -206,6 +248,26 @@ class IndexTopkPlan(Plan):
             check_shape("out", out, (tokens, self.topk))
             check_last_dim_contiguous("out", out)
         return q_len
+
+    def _check_blocks(
+        self, logits: torch.Tensor, where: dict[str, torch.Tensor | None], block_size: int | None
+    ) -> None:
+        """Refuses blocks that differ from the plan's."""
+        if block_size != self.block_size:
+            raise ValueError(f"block_size must be {self.block_size} like the plan's, got {block_size}")
+        blocks = where["blocks"]
+        if (blocks is None) != (self.num_blocks is None):
+            planned = "chooses blocks" if self.block_size else "has no blocks"
+            raise ValueError(f"blocks must be given only with a plan for some, got a plan that {planned}")
+        if blocks is not None:
+            check_dtype("blocks", blocks, _INTEGERS)
+            check_shape("blocks", blocks, (logits.shape[0], "num_blocks"))
+            if blocks.shape[1] > (self.num_blocks or 0):
+                raise ValueError(f"blocks must have at most {self.num_blocks} columns, got {blocks.shape[1]}")
+        elif block_size is not None:
+            for name in ("block_table", "slots"):
+                if where[name] is not None:
+                    raise ValueError(f"{name} must be None where blocks are chosen, which are no rows")
 
     @staticmethod
     def _check_rows(
@@ -254,21 +316,34 @@ class IndexTopkPlan(Plan):
         elif (slots := where["slots"]) is not None:
             rows, max_pages = RowMap(slots, 0, slots.stride(0)), slots.shape[0]
         tokens, columns = logits.shape
+        blocks = where["blocks"]
+        num_blocks, which = (None, ()) if blocks is None else (blocks.shape[1], (blocks, *blocks.stride()))
         # As planned, but for chunks that this call does not have.
-        chunks, width = [], columns
+        chunks, candidates = [], self._width(columns, num_blocks)
+        width = candidates
         for level in self.levels:
             chunks.append(-(-width // level.block))
             width = chunks[-1] * self.topk
         scratch = self._scratch or {
             name: torch.empty(shape, dtype=dtype, device=logits.device)
-            for name, (shape, dtype) in self._blocks(tokens, chunks).items()
+            for name, (shape, dtype) in self._blocks(tokens, candidates, chunks).items()
         }
         key = kind, q_len, page_size
         kernels = self._kernels.get(key) or self._kernels.setdefault(key, self.kernels(*key))
         for first_token in range(0, tokens, self.tokens_at_once):
             num_rows = min(self.tokens_at_once, tokens - first_token)
-            read, num_candidates = Candidates(None, None), 0
-            for number, kernel in enumerate(kernels):
+            read, num_candidates, levels = Candidates(None, None), 0, kernels
+            if self.block_size is not None:
+                read = Candidates(scratch["logits of blocks"], scratch["columns of blocks"])
+                num_candidates, (of_blocks, *levels) = candidates, kernels
+                count = candidates if num_blocks is None else num_blocks
+                of_blocks(
+                    (num_rows, -(-count * self.block_size // _COLUMNS_OF_A_PROGRAM)),
+                    (
+                        logits, logits.stride(0), *which, read, bounds, first_token, tokens, columns, count,
+                    ),
+                )  # fmt: skip
+            for number, kernel in enumerate(levels):
                 left = Candidates(scratch.get(f"logits {number}"), scratch.get(f"columns {number}"))
                 kernel(
                     (num_rows, chunks[number]),
@@ -286,6 +361,8 @@ def plan_index_topk(
     num_columns: int,
     device: torch.device | str,
     max_num_tokens: int | None = None,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
     workspace: Workspace | None = None,
 ) -> IndexTopkPlan:
     """Plans `index_topk` from sizes and a device.
@@ -295,6 +372,8 @@ def plan_index_topk(
         num_columns: the most logits of a token, up to 2**24.
         device: where all tensors lie.
         max_num_tokens: the most tokens of a call; without it a call allocates its candidates itself.
+        block_size: columns of a block, a power of two up to 64; 8 in DeepSeek-V4.1. None without blocks.
+        num_blocks: the most blocks that columns are chosen from; None, with `block_size`, to choose blocks.
         workspace: memory to use, at least `workspace_bytes()`; None makes one.
 
     Raises:
@@ -308,10 +387,18 @@ def plan_index_topk(
         raise ValueError(f"topk must be at most {MOST_TOPK}, got {topk}")
     if check_positive_int("num_columns", num_columns) > MOST_COLUMNS:
         raise ValueError(f"num_columns must be at most {MOST_COLUMNS}, got {num_columns}")
+    if num_blocks is not None and check_positive_int("num_blocks", num_blocks) and block_size is None:
+        raise ValueError("block_size must be given with num_blocks, got None")
+    if block_size is not None:
+        size = check_positive_int("block_size", block_size)
+        if size > MOST_BLOCK_SIZE or size & (size - 1):
+            raise ValueError(f"block_size must be a power of two up to {MOST_BLOCK_SIZE}, got {size}")
+        if (num_blocks or 0) * size > MOST_COLUMNS:
+            raise ValueError(f"num_blocks must be at most {MOST_COLUMNS // size}, got {num_blocks}")
     if workspace is not None and max_num_tokens is None:
         raise ValueError("workspace must be None without max_num_tokens, which it is sized by")
     place = torch.empty(0, device=device).device  # with the index of the current GPU
-    plan = _make_plan(active_target(place), place, topk, num_columns)
+    plan = _make_plan(active_target(place), place, topk, num_columns, block_size, num_blocks)
     if max_num_tokens is None:
         return plan
     most = check_positive_int("max_num_tokens", max_num_tokens)
@@ -319,8 +406,19 @@ def plan_index_topk(
 
 
 @lru_cache(maxsize=_CACHED_PLANS)
-def _make_plan(target: Target, device: torch.device, topk: int, num_columns: int) -> IndexTopkPlan:
-    return IndexTopkPlan(target=target, device=device, topk=topk, num_columns=num_columns)
+def _make_plan(
+    target: Target, device: torch.device, topk: int, num_columns: int, block_size: int | None,
+    num_blocks: int | None,
+) -> IndexTopkPlan:  # fmt: skip
+    return IndexTopkPlan(
+        target=target, device=device, topk=topk, num_columns=num_columns, block_size=block_size,
+        num_blocks=num_blocks,
+    )  # fmt: skip
+
+
+def _few_widths(width: int) -> int:
+    """A power of two, so that rows that grow are not compiled for again and again."""
+    return 1 << (max(width, 1) - 1).bit_length()
 
 
 @traceable
@@ -339,11 +437,11 @@ def index_topk(
         logits: fp32 `[num_tokens, num_columns]`, last dimension contiguous: what `index_logits` returns.
         topk: columns of each token, 1 to 4096.
         plan: from `plan_index_topk`, for the same `topk`.
-        **options: `starts`, `ends`, `seq_lens`, `block_table`, `page_size`, `slots` and `out`; see
-            `IndexTopkOptions`.
+        **options: `starts`, `ends`, `seq_lens`, `block_table`, `page_size`, `slots`, `block_size`, `blocks`
+            and `out`; see `IndexTopkOptions`.
 
     Returns:
-        int32 `[num_tokens, topk]`: chosen columns in ascending order, or their rows in that order; then -1.
+        int32 `[num_tokens, topk]`: chosen columns or blocks, ascending, or rows in that order; then -1.
         Flattened, with `indptr = arange(0, num_tokens * topk + 1, topk)`, they are the index list of a
         `KVSource`. A number of `starts`, `ends` or `seq_lens` that is out of range stands for the nearest
         that is not; the row of a page id or slot that is negative or no int32 is -1.
@@ -357,12 +455,24 @@ def index_topk(
         (tensor([[1, 3],
                 [0, 3]], dtype=torch.int32), tensor([[ 0, -1, -1],
                 [ 0,  2, -1]], dtype=torch.int32))
+        >>> blocks = index_topk(logits, 2, block_size=2)  # columns 0 and 1, 2 and 3, 4
+        >>> blocks, index_topk(logits, 2, block_size=2, blocks=blocks)
+        (tensor([[0, 2],
+                [1, 2]], dtype=torch.int32), tensor([[1, 4],
+                [3, 4]], dtype=torch.int32))
     """
     if plan is None:
         check_shape("logits", logits, ("num_tokens", "num_columns"))
-        # Few widths, so that rows that grow are not compiled for again and again.
-        columns = max(_SMALLEST, 1 << (max(logits.shape[1], 1) - 1).bit_length())
-        plan = plan_index_topk(topk=topk, num_columns=columns, device=logits.device)
+        blocks = options.get("blocks")
+        if blocks is not None:
+            check_shape("blocks", blocks, ("num_tokens", "num_blocks"))
+        plan = plan_index_topk(
+            topk=topk,
+            num_columns=max(_SMALLEST, _few_widths(logits.shape[1])),
+            device=logits.device,
+            block_size=options.get("block_size"),
+            num_blocks=None if blocks is None else _few_widths(blocks.shape[1]),
+        )
     elif check_instance("plan", plan, IndexTopkPlan).topk != topk:
         raise ValueError(f"topk must be {plan.topk} like the plan's, got {topk}")
     return plan.run(logits, **options)

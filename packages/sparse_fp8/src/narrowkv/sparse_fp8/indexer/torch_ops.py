@@ -82,7 +82,7 @@ def traced_index_logits(
     return _call_logits(tensors, {"q_dtype": q.dtype, **options}, out)
 
 
-_BOUNDS = ("starts", "ends", "seq_lens", "block_table", "slots")
+_BOUNDS = ("starts", "ends", "seq_lens", "block_table", "slots", "blocks")
 """Tensors among the keywords of `index_topk`."""
 
 

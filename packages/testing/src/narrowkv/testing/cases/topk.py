@@ -34,6 +34,8 @@ class TopkCase(Case):
             infinities and subnormals among them.
         bounds: which bounds there are.
         page_size: of a table that turns columns into rows; 0 for columns.
+        block_size: columns of a block; 0 without blocks.
+        num_blocks: numbers of blocks that columns are chosen from, a quarter of them -1; 0 to choose blocks.
         seed: of all numbers.
     """
 
@@ -43,6 +45,8 @@ class TopkCase(Case):
     values: str = named("normal", words=VALUES)
     bounds: str = named("none", words=BOUNDS)
     page_size: int = 0
+    block_size: int = 0
+    num_blocks: int = 0
     seed: int = 0
 
     bound = 0.0
@@ -79,6 +83,13 @@ class TopkCase(Case):
             pages = -(-self.columns // self.page_size)
             where["block_table"] = torch.randperm(2 * pages, generator=generator).view(2, pages)
             where["block_table"] = where["block_table"][: 2 if self.tokens % 2 == 0 else 1]
+        if self.num_blocks:
+            most = -(-self.columns // self.block_size)
+            chosen = torch.rand(self.tokens, most, generator=generator).argsort(1)[:, : self.num_blocks]
+            chosen[:, ::4] = most  # no such block
+            missing = (0, self.num_blocks - chosen.shape[1])
+            chosen = torch.nn.functional.pad(chosen.sort(1).values, missing, value=most)
+            where["blocks"] = torch.where(chosen < most, chosen, -1)
         where = {name: tensor.to(device, _I32) for name, tensor in where.items()}
         begin, end = _spans(where, self.tokens, self.columns, device)
         at = torch.arange(self.columns, device=device)
@@ -115,9 +126,9 @@ class TopkCall(Inputs):
 
     def topk(self, **options: Any) -> torch.Tensor:
         """The operation's result."""
-        page_size = self.case.page_size or None
-        given: dict[str, Any] = {**self.where, **options}
-        return index_topk(self.logits, self.case.topk, page_size=page_size, **given)
+        sizes = {"page_size": self.case.page_size or None, "block_size": self.case.block_size or None}
+        given: dict[str, Any] = {**self.where, **sizes, **options}
+        return index_topk(self.logits, self.case.topk, **given)
 
     def call(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The columns or rows, and where there are none."""
@@ -130,7 +141,10 @@ class TopkCall(Inputs):
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As `call`, from a stable sort."""
         starts, ends = _spans(self.where, self.case.tokens, self.case.columns, str(self.logits.device))
-        chosen = index_topk_reference(self.logits, self.case.topk, starts=starts, ends=ends)
+        chosen = index_topk_reference(
+            self.logits, self.case.topk, starts=starts, ends=ends, block_size=self.case.block_size or None,
+            blocks=self.where.get("blocks"),
+        )  # fmt: skip
         if (table := self.where.get("block_table")) is not None:
             size, batch = self.case.page_size, table.shape[0]
             ids = table.repeat_interleave(self.case.tokens // batch, 0).gather(
@@ -154,10 +168,21 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Blocks, and columns inside of them: DeepSeek-V4.1's, then others.
+BLOCKS = (
+    TopkCase(block_size=8, bounds="ends"),
+    TopkCase(topk=512, block_size=8, num_blocks=2048, bounds="ends"),
+    TopkCase(tokens=2, topk=100, columns=300000, block_size=8, bounds="seq_lens", values="special"),
+    TopkCase(topk=33, columns=999, block_size=64, num_blocks=9, bounds="starts", values="ties", page_size=7),
+    TopkCase(topk=33, columns=100, block_size=1, num_blocks=200, values="equal"),
+)
+
+
 def quick() -> Iterator[TopkCase]:
     """The default case and each value of each axis alone."""
     yield TopkCase()
     yield from each_alone(TopkCase(), AXES)
+    yield from BLOCKS
 
 
 def full() -> Iterator[TopkCase]:
@@ -176,6 +201,11 @@ def shipped(target: str = "") -> list[TopkCase]:
         TopkCase(tokens=2, columns=columns, topk=topk, bounds=bounds, page_size=page_size)
         for columns, topk in widths
         for bounds, page_size in (("seq_lens", 64), ("starts", 0))
+    ] + [
+        TopkCase(tokens=2, columns=65536, topk=2048, bounds="seq_lens", block_size=8),
+        TopkCase(
+            tokens=2, columns=65536, topk=512, bounds="seq_lens", block_size=8, num_blocks=2048, page_size=64
+        ),
     ]
 
 

@@ -20,6 +20,20 @@ class Candidates(NamedTuple):
     columns: Any
 
 
+class BlockSpec(NamedTuple):
+    """Constants of the kernels that read blocks of columns.
+
+    SIZE: columns of a block, a power of two. BLOCKS: blocks of a program. HAS_BOUNDS, BY_LENGTH, Q_LEN: as in
+    `TopkSpec`.
+    """
+
+    SIZE: Any
+    BLOCKS: Any
+    HAS_BOUNDS: Any
+    BY_LENGTH: Any
+    Q_LEN: Any
+
+
 class RowMap(NamedTuple):
     """Page ids that turn a column into a row of a pool; `table` None leaves columns as they are."""
 
@@ -93,6 +107,57 @@ def load_logits(source, n, begin, end):
     return tl.load(source + n, mask=(n >= begin) & (n < end), other=float("-inf"))
 
 
+@triton.jit
+def columns_of_token(bounds, token, num_tokens, num_columns, SPEC: tl.constexpr):
+    """The first column of a token, and the column after its last."""
+    first, last = num_columns * 0, num_columns
+    if SPEC.HAS_BOUNDS:
+        first, last = span_of_token(
+            bounds, token, num_tokens, num_columns, num_columns, num_columns, SPEC.BY_LENGTH, SPEC.Q_LEN
+        )
+    return first, last
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _block_maxima_kernel(
+    logits, stride_logits, left, bounds, first_token, num_tokens, num_columns, num_candidates,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of each block, +inf for that of a token's last column. Grid: tokens, runs."""
+    row = tl.program_id(0)
+    token = first_token + row
+    first, last = columns_of_token(bounds, token, num_tokens, num_columns, SPEC)
+    block = tl.program_id(1) * SPEC.BLOCKS + tl.arange(0, SPEC.BLOCKS)
+    n = block[:, None] * SPEC.SIZE + tl.arange(0, SPEC.SIZE)[None, :]  # [BLOCKS, SIZE]
+    x = load_logits(logits + token.to(tl.int64) * stride_logits, n, first, last)
+    largest = tl.max(tl.where(x == x, x, float("-inf")), 1)
+    newest = (last > first) & (block == (last - 1) // SPEC.SIZE)
+    at = row.to(tl.int64) * num_candidates + block
+    tl.store(left.logits + at, tl.where(newest, float("inf"), largest), mask=block < num_candidates)
+    tl.store(left.columns + at, block, mask=block < num_candidates)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "num_blocks"])
+def _block_logits_kernel(
+    logits, stride_logits, blocks, stride_blocks, stride_block, left, bounds, first_token, num_tokens,
+    num_columns, num_blocks, SPEC: tl.constexpr,
+):  # fmt: skip
+    """The logits of a token's blocks and their columns, -inf outside. Grid: tokens, runs."""
+    row = tl.program_id(0)
+    token = first_token + row
+    first, last = columns_of_token(bounds, token, num_tokens, num_columns, SPEC)
+    place = tl.program_id(1) * SPEC.BLOCKS + tl.arange(0, SPEC.BLOCKS)
+    number = blocks + token.to(tl.int64) * stride_blocks + place * stride_block
+    block = tl.load(number, mask=place < num_blocks, other=-1)
+    exists = (block >= 0) & (block < tl.cdiv(num_columns, SPEC.SIZE))
+    n = tl.arange(0, SPEC.SIZE)[None, :]
+    at = (row.to(tl.int64) * num_blocks + place)[:, None] * SPEC.SIZE + n  # [BLOCKS, SIZE]
+    n += tl.where(exists, block, 0).to(tl.int32)[:, None] * SPEC.SIZE
+    x = load_logits(logits + token.to(tl.int64) * stride_logits, n, first, tl.where(exists, last, 0)[:, None])
+    tl.store(left.logits + at, x, mask=(place < num_blocks)[:, None])
+    tl.store(left.columns + at, n, mask=(place < num_blocks)[:, None])
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _index_topk_kernel(
     logits, stride_logits, candidates, chosen, out, stride_out, bounds, rows,
@@ -111,9 +176,7 @@ def _index_topk_kernel(
         source = logits + token.to(tl.int64) * stride_logits
         end = tl.minimum(end, num_columns)
         if SPEC.HAS_BOUNDS:
-            first, last = span_of_token(
-                bounds, token, num_tokens, num_columns, num_columns, num_columns, SPEC.BY_LENGTH, SPEC.Q_LEN
-            )
+            first, last = columns_of_token(bounds, token, num_tokens, num_columns, SPEC)
             begin, end = tl.maximum(begin, first), tl.minimum(end, last)
     else:
         source = candidates.logits + row.to(tl.int64) * num_candidates

@@ -45,11 +45,11 @@ from narrowkv.sparse_fp8.kernels.results import SIZES
 
 
 class WideShared(NamedTuple):
-    """Shared memory and barriers of the kernel for 16-bit rows; a tile has a stage of each.
+    """Shared memory and barriers of the kernel for 16-bit rows; a tile has a stage of each but numerators.
 
     query: Q of an item. tiles: the rows. query_rope, rope: their columns from 512 on, None without such.
-    bias: 0 where a row is named, -inf elsewhere. corrections: factors of earlier sums; changes: whether a
-    warp's rows have any but 1. factors: of an item's sums.
+    numerators: of the last tile that was scored. bias: 0 where a row is named, -inf elsewhere. corrections:
+    factors of earlier sums; changes: whether a warp's rows have any but 1. factors: of an item's sums.
     scored: numerators of a tile are there. empty: a tile has been summed and may be overwritten.
     finished: an item's factors are there. released: they have been read.
     """
@@ -127,9 +127,11 @@ def _score_warps(args, shared, CALL: gl.constexpr):
             async_copy.commit_group()
             masked = shared.bias.index(stage).load(gl.SliceLayout(0, SCORES))
             scores = warpgroup_mma_wait(0, deps=[s])
+            # The numerators of the tile before have been read.
+            before = count + CALL.STAGES - 1
+            mbarrier.wait(shared.empty.index(before % CALL.STAGES), before // CALL.STAGES & 1 ^ 1)
             m, l = _softmax_tile(
-                _causal(scores, item, tile, 0, CALL), masked, m, l, args.qk_scale,
-                shared.numerators.index(stage), None,
+                _causal(scores, item, tile, 0, CALL), masked, m, l, args.qk_scale, shared.numerators, None,
                 shared.corrections.index(stage), shared.changes.index(stage), CALL,
             )  # fmt: skip
             _make_writes_visible()
@@ -156,7 +158,7 @@ def _sum_warps(args, shared, CALL: gl.constexpr):
             mbarrier.wait(shared.scored.index(stage), count // CALL.STAGES & 1)
             if gl.max(shared.changes.index(stage).load(EVERYWHERE), 0) > 0:
                 acc = acc * shared.corrections.index(stage).load(ROW)[:, None]
-            acc = warpgroup_mma(shared.numerators.index(stage), shared.tiles.index(stage), acc, is_async=True)
+            acc = warpgroup_mma(shared.numerators, shared.tiles.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             gl.barrier()
             mbarrier.arrive(shared.empty.index(stage), count=1)
@@ -188,7 +190,7 @@ def _sparse_hopper_kernel(
         rope = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 64], SWIZZLED)
     numerators = gl.allocate_shared_memory(
         DTYPE,
-        [CALL.STAGES, CALL.BLOCK_H, CALL.BLOCK_K],
+        [CALL.BLOCK_H, CALL.BLOCK_K],
         gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_H, CALL.BLOCK_K], DTYPE),
     )
     bias = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_K], LINE)
