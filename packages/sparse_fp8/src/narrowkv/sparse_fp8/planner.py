@@ -383,15 +383,14 @@ def num_heads_of(q: torch.Tensor | DSV4Rows, tokens: int, num_qo_heads: int | No
 
 MODES = ("auto", "fused", "prepass")
 
-# NVIDIA: up to so many heads, how often rows must be read on average for expanding them first to be faster;
-# None if it never is. Time of fused over that of prepass, 65536 rows, by how often each row is read:
+# NVIDIA: up to so many heads, how often rows must be read on average for expanding them first to be faster.
+# Time of fused over that of prepass, 65536 rows, by how often each row is read:
 _READINGS_ON_NVIDIA = (
     # 16 heads, which wait for the widening: H200 0.80 with 4, 0.99 with 8, 1.20 with 32; H100 0.80 with 8,
     # 0.95 and 1.01 with 32. 32 heads: H100 0.51 and 0.76 with 4, 1.06 with 16.
     (32, 10),
-    # H200 0.88 with 8, 0.97 with 24, 0.99 with 32, 1.02 with 128; H100 0.80 with 8, 0.87 and 0.93 with 32,
-    # 0.96 with 128.
-    (64, None),
+    # H200 0.96 with 8, 1.02 and 1.05 with 32, 1.07 with 128.
+    (64, 32),
     # 128 heads, which widen a row twice: H200 0.97 with 8, 1.01 with 16; H100 0.94 with 8, 1.00 and 1.02
     # with 32.
     (MOST_HEADS, 12),
@@ -440,11 +439,6 @@ def _choose_on_nvidia(
             "kernel's time (measured on an H200)",
         )
     readings = next(count for most, count in _READINGS_ON_NVIDIA if num_heads <= most)
-    if readings is None:
-        return ModeChoice(
-            "fused",
-            "at 64 heads it takes 0.80 to 1.02 of the prepass's time (measured on H100 and H200)",
-        )
     if not _read_as_often(sources, readings):
         return ModeChoice(
             "fused",
