@@ -59,10 +59,9 @@ def test_every_ratio_and_number_of_tokens(ratio, q_len, target):
         assert_right(W(**shape, num_kv_heads=1, clean=True, format=fmt))
 
 
-# 96 rows over E4M3, for which Hopper has a kernel of its own.
-TALL = partial(
-    DecodeCase, format="fp8_e4m3fn", head_dim=128, q_len=8, gqa_ratio=12, num_kv_heads=2, stale_columns=0
-)
+F8 = "fp8_e4m3fn"
+# 96 rows over E4M3 and FP4, for which Hopper has a kernel of its own.
+TALL = partial(DecodeCase, format=F8, head_dim=128, q_len=8, gqa_ratio=12, num_kv_heads=2, stale_columns=0)
 
 
 def tall_plan(inputs, split):
@@ -82,10 +81,12 @@ def tall_plan(inputs, split):
         TALL(lens=(700, 127, 128), ragged=True, q_dtype=torch.float16, layout="HND"),
         TALL(lens=(257, 1, 90), gqa_ratio=16, page_size=64), TALL(lens=(500, 11), gqa_ratio=9),
         TALL(lens=(400, 2), q_len=128, gqa_ratio=1),
+        TALL(lens=(300, 8, 0, 131), format=K8V4, sinks=True),
+        TALL(lens=(700, 127, 3), format="fp4_e2m1", ragged=True, q_dtype=torch.float16, spread=6.0),
     ],
     ids=str,
 )  # fmt: skip
-def test_tall_tiles_over_fp8(case, split, device):
+def test_tall_tiles(case, split, device):
     inputs = case.inputs(device)
     assert_right(case, device, inputs=inputs, plan=tall_plan(inputs, split))
 
@@ -99,15 +100,16 @@ def test_a_scale_of_a_tall_tile_that_is_not_positive(scale, split, device):
 
 
 @pytest.mark.parametrize("split", ["none", "per_sequence"])
-@pytest.mark.parametrize("back", [0, 4, 7, 100])
-def test_a_nan_of_v_reaches_only_the_rows_of_a_tall_tile_that_see_it(back, split, device):
+@pytest.mark.parametrize(("back", "fmt"), [(0, F8), (4, F8), (7, F8), (100, F8), (0, K8V4), (4, K8V4)])
+def test_a_nan_of_v_reaches_only_the_rows_of_a_tall_tile_that_see_it(back, fmt, split, device):
     """back: from the last key; all rows see the seventh before it."""
-    case = TALL(lens=(300, 5, 0, 131))
+    case = TALL(lens=(300, 5, 0, 131), format=fmt)
     inputs = case.inputs(device)
     for seq, count in enumerate(case.lens):
         page, slot = divmod(count - 1 - back, 16)
+        stored, channel = (inputs.cache.v, (77,)) if fmt == F8 else (inputs.cache.v_descale, ())
         if back < count:
-            inputs.cache.v.view(torch.uint8)[int(inputs.table.page_ids[seq, page]), slot, 1, 77] = 0xFF
+            stored.view(torch.uint8)[(int(inputs.table.page_ids[seq, page]), slot, 1, *channel)] = 0xFF
     (o, lse), (expected, expected_lse) = inputs.call(tall_plan(inputs, split)), inputs.reference()
     spoiled = expected.isnan().any(-1)
     assert bool(spoiled[: case.q_len, case.gqa_ratio :].any(0).all())

@@ -159,8 +159,9 @@ def is_tall(
     for stored, words in ((reading.k_stored, reading.k), (reading.v_stored, reading.v)):
         size = words.ptr.element_size()
         places = (words.ptr.data_ptr(), words.page * size, words.token * size, words.head * size)
-        plain = stored.format == "fp8_e4m3fn" and stored.descale in ("scalar", "head") and not stored.vec
-        if not plain or any(place % 16 for place in places):
+        fp8 = stored.format == "fp8_e4m3fn" and stored.descale in ("scalar", "head")
+        fp4 = (stored.route, stored.parts, stored.descale) == (PTX8, 4, "e8m0")
+        if not (fp8 or fp4) or stored.vec or any(place % 16 for place in places):
             return False
     return counters <= MOST_COUNTERS
 

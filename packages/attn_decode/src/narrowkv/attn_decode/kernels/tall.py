@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from narrowkv.attn_decode.kernels import tiles
 from narrowkv.paged_cache.kernels import outputs, pages, queries
+from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR
+from narrowkv.quant import device
 from narrowkv.runtime.attention import results, softmax
 from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
 
@@ -37,6 +39,9 @@ merge_partial_results = in_gluon(results.merge_partial_results)
 splits_to_merge = in_gluon(results.splits_to_merge)
 store_partial_result = in_gluon(results.store_partial_result)
 softmax_step = in_gluon(softmax.softmax_step)
+multiply_values = in_gluon(softmax.multiply_values)
+e8m0_to_fp32 = in_gluon(device.e8m0_to_fp32)
+widen_parts = in_gluon(device.widen_parts)
 
 _HALF = gl.constexpr(64)  # rows of a warpgroup
 _LEAST_SCALE = gl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
@@ -46,6 +51,7 @@ class WidenedRing(NamedTuple):
     """Tiles of K or V in shared memory: as stored, in 16 bits, and which of the latter are there or free.
 
     nan_keys: of V, which keys of a 16-bit tile had a NaN, in tiles that some row does not see whole.
+    factor: what a 16-bit tile is still to be multiplied by, for each row of a warpgroup; None for 1.
     """
 
     narrow: Any
@@ -53,6 +59,7 @@ class WidenedRing(NamedTuple):
     filled: Any
     emptied: Any
     nan_keys: Any
+    factor: Any
 
 
 class OutputRows(NamedTuple):
@@ -95,18 +102,36 @@ def _line_layout(elements, warps):
     return gl.BlockedLayout([1, elements], [elements // 4, 128 // elements], [warps, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def _copy_layout(num_bytes, warps):
+    """How warps copy rows of so many bytes, each by 8 threads."""
+    return gl.BlockedLayout([1, num_bytes // 8], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _keys_layout(warps):
+    """How warps hold what belongs to keys, each by one thread."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
 @gluon.jit
-def _make_ring(BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NARROW_STAGES: gl.constexpr):
+def _make_ring(
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NARROW_STAGES: gl.constexpr, STORED: gl.constexpr
+):  # fmt: skip
     """An empty ring that two warpgroups read."""
+    BYTES: gl.constexpr = 64 if STORED.factors else 128
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 128], gl.float16)
     ring = WidenedRing(
         gl.allocate_shared_memory(
-            gl.uint8, [NARROW_STAGES, BLOCK_N, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+            gl.uint8, [NARROW_STAGES, BLOCK_N, BYTES], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         ),
         gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_N, 128], WIDE),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [STAGES, _HALF], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        if STORED.factors
+        else None,
     )
     for stage in gl.static_range(STAGES):
         mbarrier.init(ring.filled.index(stage), count=1)
@@ -125,10 +150,12 @@ def _masked_tiles(task, Q_LEN: gl.constexpr, BLOCK_N: gl.constexpr):
 def _copy_rows(kv, page, slot, kv_head, target):
     """Starts the copy of stored rows."""
     BYTES: gl.constexpr = kv.ptr.dtype.element_ty.primitive_bitwidth // 8
+    COPY: gl.constexpr = _copy_layout(target.shape[1], gl.num_warps())
     at = (page * kv.page + slot * kv.token + kv_head * kv.head) * BYTES
-    d = gl.arange(0, 128, gl.SliceLayout(0, _line_layout(16, gl.num_warps())))
+    at = gl.convert_layout(at, gl.SliceLayout(1, COPY), assert_trivial=True)
+    d = gl.arange(0, target.shape[1], gl.SliceLayout(0, COPY))
     source = kv.ptr.to(gl.pointer_type(gl.uint8), bitcast=True) + (at[:, None] + d[None, :])
-    async_copy.async_load(target, gl.multiple_of(source, [16, 16]))
+    async_copy.async_load(target, gl.multiple_of(source, [8, 8] if target.shape[1] == 64 else [16, 16]))
 
 
 @gluon.jit
@@ -165,8 +192,59 @@ def _confine_nans(ring, i, narrow_stage):
 
 
 @gluon.jit
+def _load_scales(
+    k_descale, v_descale, table, page_ids, keys, last, kv_head,
+    SIZES: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
+):  # fmt: skip
+    """E8M0 bytes of the keys of a tile of K and V; 0 for a side that has none."""
+    k_scales, v_scales = 0, 0
+    if K.factors or V.factors:
+        page, slot = place_of(table, page_ids, keys, 0, last, SIZES.page_size, RULES.int64_offsets)
+        if K.factors:
+            at = page * k_descale.major + slot * k_descale.token + kv_head * k_descale.head
+            k_scales = gl.load(k_descale.ptr + at).to(gl.int32)
+        if V.factors:
+            at = page * v_descale.major + slot * v_descale.token + kv_head * v_descale.head
+            v_scales = gl.load(v_descale.ptr + at).to(gl.int32)
+    return k_scales, v_scales
+
+
+@gluon.jit
+def _widen_fp4_tile(ring, i, narrow_stage, scales, confine, STORED: gl.constexpr):
+    """Widens the i-th tile of FP4 times 2**15 over the largest scale of its keys, once there is room.
+
+    A key whose scale is 2**-29 of the largest or less becomes 0. NaN is confined as by `_confine_nans`.
+    """
+    STAGES: gl.constexpr = ring.tiles.shape[0]
+    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [gl.num_warps(), 1], [1, 0])
+    stage = i % STAGES
+    is_nan = scales == 255
+    top = gl.max(gl.where(is_nan, 0, scales), 0)
+    relative = gl.where(is_nan, 0x7E00, gl.maximum(scales - top + 30, 0) << 10)  # bits of float16
+    mbarrier.wait(ring.emptied.index(stage), (i // STAGES) & 1 ^ 1)
+    if confine:
+        ring.nan_keys.index(stage).store(is_nan.to(gl.int32))
+        relative = gl.where(is_nan, 0, relative)
+    relative = relative.to(gl.int16).to(gl.float16, bitcast=True)
+    relative = gl.convert_layout(relative, gl.SliceLayout(1, WORDS))[:, None]
+    words = reinterpret(
+        ring.narrow.index(narrow_stage), gl.int16, [BLOCK_N, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ).load(WORDS)
+    a, b, c, d = widen_parts(words, STORED.format, STORED.route, gl.float16, 4)
+    pairs = gl.join(gl.join(a * relative, c * relative), gl.join(b * relative, d * relative))
+    ring.tiles.index(stage).store(gl.reshape(pairs, [BLOCK_N, 128]))
+    ring.factor.index(stage).store(
+        gl.full([_HALF], 2.0**-15, gl.float32, _keys_layout(gl.num_warps())) * e8m0_to_fp32(top)
+    )
+    fence_async_shared()
+    gl.barrier()
+    mbarrier.arrive(ring.filled.index(stage))
+
+
+@gluon.jit
 def _widen_tile(ring, i, narrow_stage):
-    """Widens the i-th tile into the ring once there is room."""
+    """Widens the i-th tile of FP8 into the ring once there is room."""
     STAGES: gl.constexpr = ring.tiles.shape[0]
     stage = i % STAGES
     stored = ring.narrow.index(narrow_stage).load(_line_layout(8, gl.num_warps()))
@@ -179,7 +257,8 @@ def _widen_tile(ring, i, narrow_stage):
 
 @gluon.jit
 def _widen_tiles(
-    k, v, table, task, k_ring, v_ring, SIZES: gl.constexpr, RULES: gl.constexpr,
+    k, v, k_descale, v_descale, table, task, k_ring, v_ring,
+    SIZES: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
 ):  # fmt: skip
     """Copies and widens the task's tiles of K and V, the last one first."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
@@ -193,6 +272,16 @@ def _widen_tiles(
         _copy_tile(k, v, table, page_ids, first_key, last, task.kv_head, k_ring, v_ring, i, SIZES, RULES)
         first_key -= BLOCK_N
         page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
+    # Scales are loaded a tile ahead of its widening, and their page ids two.
+    keys = task.end * BLOCK_N + gl.arange(0, BLOCK_N, _keys_layout(gl.num_warps()))
+    scale_ids = 0
+    if K.factors or V.factors:
+        scale_ids = load_page_ids(table, row_base, keys - BLOCK_N, 0, last, SIZES.page_size)
+    k_scales, v_scales = _load_scales(
+        k_descale, v_descale, table, scale_ids, keys - BLOCK_N, last, task.kv_head, SIZES, K, V, RULES
+    )
+    if K.factors or V.factors:
+        scale_ids = load_page_ids(table, row_base, keys - 2 * BLOCK_N, 0, last, SIZES.page_size)
     masked = _masked_tiles(task, SIZES.q_len, BLOCK_N)
     for i in range(task.end - task.begin):
         gl.barrier()  # all warps have read what is overwritten
@@ -202,10 +291,23 @@ def _widen_tiles(
         page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
         async_copy.wait_group(NARROW - 1)
         gl.barrier()
-        _widen_tile(k_ring, i, i % NARROW)
-        if i < masked:
-            _confine_nans(v_ring, i, i % NARROW)
-        _widen_tile(v_ring, i, i % NARROW)
+        if not K.factors:
+            _widen_tile(k_ring, i, i % NARROW)
+        k_now, v_now = k_scales, v_scales
+        keys = (task.end - 2 - i) * BLOCK_N + gl.arange(0, BLOCK_N, _keys_layout(gl.num_warps()))
+        k_scales, v_scales = _load_scales(
+            k_descale, v_descale, table, scale_ids, keys, last, task.kv_head, SIZES, K, V, RULES
+        )
+        if K.factors or V.factors:
+            scale_ids = load_page_ids(table, row_base, keys - BLOCK_N, 0, last, SIZES.page_size)
+        if K.factors:
+            _widen_fp4_tile(k_ring, i, i % NARROW, k_now, False, K)
+        if V.factors:
+            _widen_fp4_tile(v_ring, i, i % NARROW, v_now, i < masked, V)
+        else:
+            if i < masked:
+                _confine_nans(v_ring, i, i % NARROW)
+            _widen_tile(v_ring, i, i % NARROW)
     async_copy.wait_group(0)
 
 
@@ -251,28 +353,45 @@ def _issue_values(p, acc, ring, i):
 
 
 @gluon.jit
-def _softmax_of_tile(s, m, l, scale, v_ring, i, first_key, high, MASKED: gl.constexpr):
-    """P as the left operand of the next product, the correction factor of earlier sums, new m and l.
+def _row_scale(scale, k_ring, i, ROWS: gl.constexpr):
+    """What the scores of the i-th tile of K are still to be multiplied by, for each row; positive."""
+    if k_ring.factor is None:
+        return gl.full([_HALF], 1.0, gl.float32, ROWS) * scale
+    else:
+        return k_ring.factor.index(i % k_ring.tiles.shape[0]).load(ROWS) * scale + _LEAST_SCALE
 
+
+@gluon.jit
+def _softmax_of_tile(s, m, l, largest, row_scale, v_ring, i, first_key, high, MASKED: gl.constexpr):
+    """P as the left operand of the next product, the correction factor of earlier sums, new m, l and largest.
+
+    largest: the largest factor of a tile of V so far; P and sums of values are in units of it.
     MASKED: rows see keys up to `high`. P of a key whose V has a NaN, which V's i-th tile lacks, is NaN.
     """
     KEYS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    STAGES: gl.constexpr = v_ring.tiles.shape[0]
     if MASKED:
         keys = first_key + gl.arange(0, s.shape[1], KEYS)
         s = gl.where(keys[None, :] <= high[:, None], s, float("-inf"))
-    p, m, l, correction = softmax_step(s, m, l, gl.full_like(m, 1.0) * scale)
-    if MASKED:
-        STAGES: gl.constexpr = v_ring.tiles.shape[0]
+    p, m, l, correction = softmax_step(s, m, l, row_scale)
+    if MASKED or v_ring.factor is not None:
         mbarrier.wait(v_ring.filled.index(i % STAGES), (i // STAGES) & 1)
+    if v_ring.factor is not None:
+        factor = v_ring.factor.index(i % STAGES).load(m.type.layout)
+        larger = gl.maximum(largest, factor)
+        p *= (factor / larger)[:, None]
+        correction *= largest / larger
+        largest = larger
+    if MASKED:
         is_nan = v_ring.nan_keys.index(i % STAGES).load(KEYS) != 0
         p = gl.where(is_nan[None, :] & (keys[None, :] <= high[:, None]), float("nan"), p)
     p = gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, _product_layout(128), 2))
-    return p, correction, m, l
+    return p, correction, m, l, largest
 
 
 @gluon.jit
 def _attend_tiles(
-    p, acc, m, l, q_tile, k_ring, v_ring, scale, high, task, first, stop, MASKED: gl.constexpr,
+    p, acc, m, l, largest, q_tile, k_ring, v_ring, scale, high, task, first, stop, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Tiles number `first` to `stop` of a task, counted from its last one down."""
     K_STAGES: gl.constexpr = k_ring.tiles.shape[0]
@@ -283,15 +402,16 @@ def _attend_tiles(
         values = _issue_values(p, acc, v_ring, i - 1)
         # Marks of keys take the registers of the last P, which its product holds until it has ended.
         s = warpgroup_mma_wait(0 if MASKED else 1, deps=(scores,))
+        row_scale = _row_scale(scale, k_ring, i, m.type.layout)
         mbarrier.arrive(k_ring.emptied.index(i % K_STAGES))
-        p, correction, m, l = _softmax_of_tile(
-            s, m, l, scale, v_ring, i, (task.end - 1 - i) * BLOCK_N, high, MASKED
+        p, correction, m, l, largest = _softmax_of_tile(
+            s, m, l, largest, row_scale, v_ring, i, (task.end - 1 - i) * BLOCK_N, high, MASKED
         )
         # Named here, the softmax is not put off until after the wait.
         acc, p, correction, m, l = warpgroup_mma_wait(0, deps=(values, p, correction, m, l))
         mbarrier.arrive(v_ring.emptied.index((i - 1) % V_STAGES))
         acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return p, acc, m, l
+    return p, acc, m, l, largest
 
 
 @gluon.jit
@@ -306,22 +426,28 @@ def _attend_half(
     high = task.kv_len - SIZES.q_len + (HALF * _HALF + gl.arange(0, _HALF, S)) // SIZES.gqa_ratio
     m = gl.full([_HALF], float("-inf"), gl.float32, S)
     l = gl.zeros([_HALF], gl.float32, S)
+    largest = gl.full([_HALF], LEAST_FACTOR, gl.float32, S)
     acc = gl.zeros([_HALF, 128], gl.float32, O)
     num_tiles = task.end - task.begin
     if num_tiles > 0:
         masked = _masked_tiles(task, SIZES.q_len, BLOCK_N)
         s = warpgroup_mma_wait(0, deps=(_issue_scores(q_tile, k_ring, 0),))
+        row_scale = _row_scale(scale, k_ring, 0, S)
         mbarrier.arrive(k_ring.emptied.index(0))
-        p, _correction, m, l = _softmax_of_tile(
-            s, m, l, scale, v_ring, 0, (task.end - 1) * BLOCK_N, high, True
+        p, _correction, m, l, largest = _softmax_of_tile(
+            s, m, l, largest, row_scale, v_ring, 0, (task.end - 1) * BLOCK_N, high, True
         )
-        p, acc, m, l = _attend_tiles(p, acc, m, l, q_tile, k_ring, v_ring, scale, high, task, 1, masked, True)
-        p, acc, m, l = _attend_tiles(
-            p, acc, m, l, q_tile, k_ring, v_ring, scale, high, task, masked, num_tiles, False
+        p, acc, m, l, largest = _attend_tiles(
+            p, acc, m, l, largest, q_tile, k_ring, v_ring, scale, high, task, 1, masked, True
+        )
+        p, acc, m, l, largest = _attend_tiles(
+            p, acc, m, l, largest, q_tile, k_ring, v_ring, scale, high, task, masked, num_tiles, False
         )
         acc = warpgroup_mma_wait(0, deps=(_issue_values(p, acc, v_ring, num_tiles - 1),))
     m = gl.convert_layout(m, gl.SliceLayout(1, O))
     l = gl.convert_layout(l, gl.SliceLayout(1, O))
+    if V.factors:
+        acc, m, l = multiply_values(acc, m, l, gl.convert_layout(largest, gl.SliceLayout(1, O)))
     rows = HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, O))
     row_mask = rows < SIZES.q_len * SIZES.gqa_ratio
     write = task.num_splits == 1
@@ -401,8 +527,8 @@ def _tall_decode_kernel(
     scale = _load_half(io, k_descale, task, q_tiles.index(0), qk_scale, 0, SIZES, K)
     other_scale = _load_half(io, k_descale, task, q_tiles.index(1), qk_scale, 1, SIZES, K)
     out = OutputRows(io.o, io.lse, io.sinks, io.o_token, io.o_head, io.lse_token, io.o_scale)
-    k_ring = _make_ring(BLOCKS.n, 1, 2)
-    v_ring = _make_ring(BLOCKS.n, 2, 2)
+    k_ring = _make_ring(BLOCKS.n, 1, 2, K)
+    v_ring = _make_ring(BLOCKS.n, 2, 2, V)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -420,7 +546,10 @@ def _tall_decode_kernel(
                     merge, 1, SIZES, V, RULES,
                 ),
             ),
-            (_widen_tiles, (k, v, table, task, k_ring, v_ring, SIZES, RULES)),
+            (
+                _widen_tiles,
+                (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES),
+            ),
         ],
         worker_num_warps=[4, 4],
         worker_num_regs=[216, 72],
