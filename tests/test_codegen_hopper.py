@@ -78,8 +78,28 @@ def test_fp4_goes_from_memory_to_registers_and_is_converted_two_numbers_at_once(
         assert len(re.findall(r"\bLDG\.E\.128\b", loop)) == 4  # K of a tile
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"granularity": "head", "sinks": True}, {"ragged": True}, {"format": K8V4},
+        {"format": "fp4_e2m1"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tall_tiles_spill_nothing(changes: dict[str, Any], sm90_code: Any) -> None:
+    given = {"q_len": 8, "gqa_ratio": 12, "head_dim": 128, "format": "fp8_e4m3fn", **changes}
+    (attend,) = _decode(sm90_code, 8192, 64, **given)
+    assert attend.name == "_tall_decode_kernel"
+    assert attend.stack_bytes() == 0
+    assert attend.shared_bytes <= 227 * 1024
+    # The loop without masks: P @ V is issued while the scores are still under way.
+    loop = attend.product_loops()[1]
+    assert sum("HGMMA" in text for text in loop) == 16
+    assert any("WARPGROUP.DEPBAR.LE gsb0, 0x1" in text for text in loop)
+
+
 def test_tiles_of_128_rows_and_128_keys_fit(sm90_code: Any) -> None:
-    attend = _decode(sm90_code, 1024, 4, q_len=8)[0]
+    attend, _ = _decode(sm90_code, 32768, q_len=8)
     assert attend.stack_bytes() <= 16
     assert attend.shared_bytes <= 227 * 1024
     loop = attend.product_loops()[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch
 from narrowkv.attn_decode import launch, paged_decode, plan_decode
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.paged_cache import pack_tree_mask, tree_mask_from_custom_mask
-from narrowkv.runtime.launch import run_as
+from narrowkv.runtime.launch import InterpretExecutor, active_target, executing, run_as
 from narrowkv.testing.agreement import assert_agrees, assert_right
+from narrowkv.testing.calls import LaunchRecorder
 from narrowkv.testing.cases.decode import K8V4, TREES, DecodeCase, draw_tree
 
 pytestmark = pytest.mark.sampled
@@ -57,22 +59,78 @@ def test_every_ratio_and_number_of_tokens(ratio, q_len, target):
         assert_right(W(**shape, num_kv_heads=1, clean=True, format=fmt))
 
 
+F8 = "fp8_e4m3fn"
+# 96 rows over E4M3 and FP4, for which Hopper has a kernel of its own.
+TALL = partial(DecodeCase, format=F8, head_dim=128, q_len=8, gqa_ratio=12, num_kv_heads=2, stale_columns=0)
+
+
+def tall_plan(inputs, split):
+    """A plan of a call of `TALL` whose launches merge by themselves, which that kernel needs."""
+    plan = inputs.plan(split=split)
+    plan = replace(plan, config=replace(plan.config, merge_in_launch=split != "none"), workspace=None)
+    kernels = {bound.kernel.__name__ for bound in plan.kernels(inputs.cache)}
+    assert ("_tall_decode_kernel" in kernels) == (active_target(inputs.q.device).name == "sm90")
+    return plan.with_workspace()
+
+
 @pytest.mark.parametrize("split", ["none", "even", "per_sequence"])
 @pytest.mark.parametrize(
     "case",
     [
-        W(lens=(300, 8, 0, 131), sinks=True), W(lens=(300, 5, 1000), granularity="head", page_size=1),
-        W(lens=(700, 127, 128), ragged=True, q_dtype=torch.float16, layout="HND"),
+        TALL(lens=(300, 8, 0, 131), sinks=True), TALL(lens=(300, 5, 1000), granularity="head", page_size=1),
+        TALL(lens=(700, 127, 128), ragged=True, q_dtype=torch.float16, layout="HND"),
+        TALL(lens=(257, 1, 90), gqa_ratio=16, page_size=64), TALL(lens=(500, 11), gqa_ratio=9),
+        TALL(lens=(400, 2), q_len=128, gqa_ratio=1),
+        TALL(lens=(300, 8, 0, 131), format=K8V4, sinks=True),
+        TALL(lens=(700, 127, 3), format="fp4_e2m1", ragged=True, q_dtype=torch.float16, spread=6.0),
     ],
     ids=str,
 )  # fmt: skip
-def test_tiles_of_96_rows_over_fp8(case, split, device):
-    """Several tiles of keys, by every split."""
-    case = replace(case, format="fp8_e4m3fn", head_dim=128, q_len=8, gqa_ratio=12, num_kv_heads=2)
+def test_tall_tiles(case, split, device):
     inputs = case.inputs(device)
-    plan = inputs.plan(split=split)
-    plan = replace(plan, config=replace(plan.config, merge_in_launch=split != "none"), workspace=None)
-    assert_right(case, device, inputs=inputs, plan=plan.with_workspace())
+    assert_right(case, device, inputs=inputs, plan=tall_plan(inputs, split))
+
+
+@pytest.mark.parametrize("split", ["none", "per_sequence"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_of_a_tall_tile_that_is_not_positive(scale, split, device):
+    case = TALL(lens=(300, 5))
+    inputs = case.inputs(device)
+    assert_right(case, device, inputs=inputs, plan=tall_plan(inputs, split), sm_scale=scale)
+
+
+@pytest.mark.parametrize("split", ["none", "per_sequence"])
+@pytest.mark.parametrize(("back", "fmt"), [(0, F8), (4, F8), (7, F8), (100, F8), (0, K8V4), (4, K8V4)])
+def test_a_nan_of_v_reaches_only_the_rows_of_a_tall_tile_that_see_it(back, fmt, split, device):
+    """back: from the last key; all rows see the seventh before it."""
+    case = TALL(lens=(300, 5, 0, 131), format=fmt)
+    inputs = case.inputs(device)
+    for seq, count in enumerate(case.lens):
+        page, slot = divmod(count - 1 - back, 16)
+        stored, channel = (inputs.cache.v, (77,)) if fmt == F8 else (inputs.cache.v_descale, ())
+        if back < count:
+            stored.view(torch.uint8)[(int(inputs.table.page_ids[seq, page]), slot, 1, *channel)] = 0xFF
+    (o, lse), (expected, expected_lse) = inputs.call(tall_plan(inputs, split)), inputs.reference()
+    spoiled = expected.isnan().any(-1)
+    assert bool(spoiled[: case.q_len, case.gqa_ratio :].any(0).all())
+    assert torch.equal(o.isnan().any(-1), spoiled)
+    assert_agrees((o[~spoiled], lse[~spoiled]), (expected[~spoiled], expected_lse[~spoiled]))
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=case.lse_bound)
+
+
+def test_a_plan_interprets_no_kernel_that_it_compiled():
+    """Another way to run kernels of the same target, after a call by one that compiles them."""
+
+    class Interpreting(LaunchRecorder, InterpretExecutor):
+        """Says that it interprets."""
+
+    inputs, plan, kernels = TALL(lens=(40,)).inputs(), None, []
+    for executor in (LaunchRecorder("sm90"), Interpreting("sm90")):
+        with executing(executor):
+            plan = plan or tall_plan(inputs, "none")
+            inputs.call(plan)
+        kernels += [launch.kernel.__name__ for launch in executor.launches]
+    assert kernels == ["_tall_decode_kernel", "_paged_decode_kernel"]
 
 
 @pytest.mark.parametrize("q_len", [2, 4])

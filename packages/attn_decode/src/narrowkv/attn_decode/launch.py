@@ -23,7 +23,16 @@ from narrowkv.paged_cache.binding import (
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.attention.xcds import XcdOrder, xcd_order
-from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, Part, launch_by_name
+from narrowkv.runtime.launch import (
+    Arg,
+    BoundLaunch,
+    KernelLaunch,
+    LaunchOptions,
+    Part,
+    is_compiled,
+    launch_by_name,
+)
+from narrowkv.runtime.launch.workspace import MOST_COUNTERS
 from narrowkv.runtime.operation import Prepared
 from narrowkv.runtime.targets import Target
 
@@ -124,6 +133,37 @@ def fits_lanes(shape: DecodeShape, config: DecodeConfig, reading: Reading) -> bo
         if not (one_scale and is_words) or any(place % 16 for place in places):
             return False
     return True
+
+
+# Of `_tall_decode_kernel`, which has twelve warps in all.
+TALL_OPTIONS = LaunchOptions(num_warps=4, num_stages=1, maxnreg=168)
+
+
+def is_tall(
+    target: Target, shape: DecodeShape, config: DecodeConfig, bound: BoundCache, rules: Rules
+) -> bool:
+    """Whether `_tall_decode_kernel` serves a call whose table has neither ranges nor a tree.
+
+    It is Gluon for Hopper and cannot be interpreted.
+    """
+    tile = (config.kernel, config.block_m, config.block_n, shape.head_dim, shape.v_dim)
+    rows, reading = shape.q_len * shape.gqa_ratio, bound.readings[READING]
+    if target.name != "sm90" or tile != ("decode", 128, 128, 128, 128) or rows > config.block_m:
+        return False
+    if not is_compiled(reading.k.ptr):
+        return False
+    merges = config.split == "none" or config.merge_in_launch
+    counters = 2 * config.num_items * shape.num_kv_heads
+    if rules.soft_cap or rules.window_left >= 0 or rules.q_format or bound.transforms or not merges:
+        return False
+    for stored, words in ((reading.k_stored, reading.k), (reading.v_stored, reading.v)):
+        size = words.ptr.element_size()
+        places = (words.ptr.data_ptr(), words.page * size, words.token * size, words.head * size)
+        fp8 = stored.format == "fp8_e4m3fn" and stored.descale in ("scalar", "head")
+        fp4 = (stored.route, stored.parts, stored.descale) == (PTX8, 4, "e8m0")
+        if not (fp8 or fp4) or stored.vec or any(place % 16 for place in places):
+            return False
+    return counters <= MOST_COUNTERS
 
 
 def fitting(target: Target, config: DecodeConfig, bound: BoundCache, soft_cap: bool) -> DecodeConfig:

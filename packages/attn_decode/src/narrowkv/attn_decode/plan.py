@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,11 +19,13 @@ from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import PartialResults, _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.attn_decode.launch import (
     READING,
+    TALL_OPTIONS,
     PreparedDecode,
     allocated,
     constants_of,
     fits_lanes,
     fitting,
+    is_tall,
     launches_of,
     power_of_two,
     read_options,
@@ -165,8 +168,8 @@ class DecodePlan(Plan):
         bound = self._bind(cache)
         options = (ragged, window_left, logits_soft_cap > 0, sinks, return_lse)
         found: dict[int, BoundLaunch] = {}
-        for batch in range(1, self.shape.batch + 1):
-            for prepared in self._bound_launches(bound, batch, *options):
+        for batch, masks in product(range(1, self.shape.batch + 1), (False, True)):
+            for prepared in self._bound_launches(bound, batch, *options, masks):
                 if prepared is not None:
                     found[id(prepared)] = prepared
         return tuple(found.values())
@@ -201,7 +204,8 @@ class DecodePlan(Plan):
         running = executor()
         try:
             signature = (
-                bound.number, table.number, table.batch, None if running is None else running.target.name,
+                bound.number, table.number, table.batch,
+                None if running is None else (type(running), running.target.name),
                 type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad and torch.is_grad_enabled(),
                 given[PLAIN_VALUES], q_descale if type(q_descale) is float else metadata_of(q_descale),
                 None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
@@ -294,14 +298,21 @@ class DecodePlan(Plan):
 
     def _bound_launches(
         self, bound: BoundCache, batch: int, ragged: bool, window_left: int, soft_cap: bool, sinks: bool,
-        lse: bool,
+        lse: bool, masks: bool,
     ) -> tuple[BoundLaunch, BoundLaunch | None]:  # fmt: skip
-        """The attention kernel of a call, and the one that merges if there is one."""
+        """The attention kernel of a call, and the one that merges if there is one.
+
+        masks: the page table has ranges of keys or a tree.
+        """
         config = fitting(self.target, self.config_for(batch), bound, soft_cap)
         constexprs = constants_of(
             self.target, self.shape, config, bound, ragged=ragged, window_left=window_left,
             soft_cap=soft_cap, sinks=sinks, lse=lse,
         )  # fmt: skip
+        if not masks and is_tall(self.target, self.shape, config, bound, constexprs["RULES"]):
+            from narrowkv.attn_decode.kernels.tall import _tall_decode_kernel
+
+            return self.bind(_tall_decode_kernel, TALL_OPTIONS, **constexprs), None
         attend = self.bind(_paged_decode_kernel, config.options, **constexprs)
         if config.split == "none" or config.merge_in_launch or config.num_items == batch:
             return attend, None
@@ -336,7 +347,7 @@ class DecodePlan(Plan):
         batch, config = shape.batch, self.config_for(shape.batch)
         attend, merge = self._bound_launches(
             bound, batch, page_table.kind == "ragged", window_left, soft_cap > 0, sinks is not None,
-            writes_lse,
+            writes_lse, table.ranges is not None or table.tree is not None,
         )  # fmt: skip
         logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
         if q.dtype.itemsize == 1:
@@ -348,7 +359,8 @@ class DecodePlan(Plan):
                 f"batch, max_seq_len and tokens_per_split make {programs} programs, and a launch has at most "
                 f"{_MAX_GRID}: plan for a smaller batch or larger splits"
             )
-        counters = programs if config.split != "none" else 0
+        halves = 1 if attend.kernel is _paged_decode_kernel else 2  # that merge by themselves
+        counters = programs * halves if config.split != "none" else 0
         if not attend.constexprs["RULES"].can_merge:
             counters = 0
         elif not config.merge_in_launch:

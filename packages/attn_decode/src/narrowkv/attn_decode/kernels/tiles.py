@@ -195,10 +195,12 @@ _SEQUENCES = tl.constexpr(128)
 @triton.jit
 def tiles_of_some(
     table, ranges, first, batch, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    RAGGED: tl.constexpr, BLOCK_N: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCK_N: tl.constexpr, zeros=None,
 ):  # fmt: skip
-    """Sequences from `first` on, and the key tiles of each; none past the batch."""
+    """Sequences from `first` on, and the key tiles of each; none past the batch; zeros: see `even_split`."""
     seqs = first + tl.arange(0, _SEQUENCES)
+    if zeros is not None:
+        seqs += zeros
     lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
     first_key, end = attended_span(ranges, seqs, seqs < batch, lens, Q_LEN, WINDOW_LEFT)
     _, tiles = tiles_of(first_key, end, BLOCK_N)
@@ -223,7 +225,7 @@ def splits_in(tiles, per_tile):
 @triton.jit
 def split_size(
     table, ranges, batch, num_items, slots, total, longest, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr, zeros=None,
 ):  # fmt: skip
     """Of key tiles of a split that divide the longest sequence evenly, those with which splits end first.
 
@@ -233,9 +235,11 @@ def split_size(
     sizes = tl.cdiv(longest, 1 + tl.arange(0, _CANDIDATES) * (most - 1) // (_CANDIDATES - 1))
     per_tile = 1.0 / sizes.to(tl.float32)
     items = tl.zeros([_CANDIDATES], tl.int32)
+    if zeros is not None:
+        items = tl.sum(items[:, None] + zeros[None, :], 1)
     for first in range(0, batch, _SEQUENCES):
         seqs, tiles = tiles_of_some(
-            table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
+            table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N, zeros
         )
         splits = splits_in(tiles[None, :], per_tile[:, None])  # [_CANDIDATES, _SEQUENCES]
         items += tl.sum(tl.where((seqs < batch)[None, :], splits, 0), 1)
@@ -248,17 +252,23 @@ def split_size(
 def even_split(
     table, ranges, batch, num_items, slots, wanted, BY_ITEM: tl.constexpr,
     Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, zeros=None,
 ):  # fmt: skip
     """The sequence of an item, or the `wanted` sequence itself: its first item and its number of splits.
 
     Sequences are cut in splits of at most `size` tiles: `split_size`, or without `slots` a size that never
     needs more items than there are, since sum(ceil(t / size)) <= total / size + batch. Every program computes
-    this alike. An item past the last one has no splits.
+    this alike. An item past the last one has no splits. zeros: Gluon gives
+    128 of them in two layouts, of a vector and of columns.
     """
+    line, columns = None, None
+    if zeros is not None:
+        line, columns = zeros
     total, longest = batch * 0, batch * 0
     for first in range(0, batch, _SEQUENCES):
-        _, tiles = tiles_of_some(table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N)
+        _, tiles = tiles_of_some(
+            table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N, line
+        )
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
     if slots is None:
@@ -266,13 +276,13 @@ def even_split(
     else:
         size = split_size(
             table, ranges, batch, num_items, slots, total, tl.maximum(longest, 1), Q_LEN, WINDOW_LEFT,
-            PAGE_SIZE, RAGGED, BLOCK_N,
+            PAGE_SIZE, RAGGED, BLOCK_N, columns,
         )  # fmt: skip
     per_tile = 1.0 / size.to(tl.float32)
     seq, first_item, num_splits, items_before = batch * 0, batch * 0, batch * 0, batch * 0
     for first in range(0, batch, _SEQUENCES):
         seqs, tiles = tiles_of_some(
-            table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
+            table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N, line
         )
         # A sequence with no keys still gets one item, which writes its zeros.
         splits = tl.where(seqs < batch, splits_in(tiles, per_tile), 0)

@@ -1,0 +1,556 @@
+"""Decode of 65 to 128 rows over E4M3 on Hopper: two warpgroups attend, a third widens K and V for both.
+
+Each attending warpgroup has 64 rows. It issues the scores of the next key tile, then P @ V of the current
+one, and computes the next softmax while the matrix unit works: the overlap of FlashAttention-3 (Shah et al.,
+2024). Written in Gluon, since plain Triton schedules by itself; the functions around the loop are plain
+Triton's own.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from narrowkv.attn_decode.kernels import tiles
+from narrowkv.paged_cache.kernels import outputs, pages, queries
+from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR
+from narrowkv.quant import device
+from narrowkv.runtime.attention import results, softmax
+from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
+
+even_split = in_gluon(tiles.even_split)
+splits_of_sequence = in_gluon(tiles.splits_of_sequence)
+first_id = in_gluon(pages.first_id)
+load_page_ids = in_gluon(pages.load_page_ids)
+place_of = in_gluon(pages.place_of)
+sequence_length = in_gluon(pages.sequence_length)
+times_head_descale = in_gluon(pages.times_head_descale)
+scale_to_fp16 = in_gluon(queries.scale_to_fp16)
+times_sign = in_gluon(queries.times_sign)
+write_rows = in_gluon(outputs.write_rows)
+merge_partial_results = in_gluon(results.merge_partial_results)
+splits_to_merge = in_gluon(results.splits_to_merge)
+store_partial_result = in_gluon(results.store_partial_result)
+softmax_step = in_gluon(softmax.softmax_step)
+multiply_values = in_gluon(softmax.multiply_values)
+e8m0_to_fp32 = in_gluon(device.e8m0_to_fp32)
+widen_parts = in_gluon(device.widen_parts)
+
+_HALF = gl.constexpr(64)  # rows of a warpgroup
+_LEAST_SCALE = gl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
+
+
+class WidenedRing(NamedTuple):
+    """Tiles of K or V in shared memory: as stored, in 16 bits, and which of the latter are there or free.
+
+    nan_keys: of V, which keys of a 16-bit tile had a NaN, in tiles that some row does not see whole.
+    factor: what a 16-bit tile is still to be multiplied by, for each row of a warpgroup; None for 1.
+    """
+
+    narrow: Any
+    tiles: Any
+    filled: Any
+    emptied: Any
+    nan_keys: Any
+    factor: Any
+
+
+class OutputRows(NamedTuple):
+    """Results, as in `Rows`."""
+
+    o: Any
+    lse: Any
+    sinks: Any
+    o_token: Any
+    o_head: Any
+    lse_token: Any
+    o_scale: Any
+
+
+class SplitOfHead(NamedTuple):
+    """A split of a sequence for a KV head: key tiles [begin, end), none for a program without work.
+
+    first: number of the sequence's first split among all splits and heads.
+    """
+
+    seq: Any
+    kv_head: Any
+    kv_len: Any
+    begin: Any
+    end: Any
+    first: Any
+    split: Any
+    num_splits: Any
+
+
+@gluon.constexpr_function
+def _product_layout(columns):
+    """How a warpgroup holds a product of 64 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def _line_layout(elements, warps):
+    """How warps hold rows of 128 channels, of which a thread has `elements` adjacent ones."""
+    return gl.BlockedLayout([1, elements], [elements // 4, 128 // elements], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _copy_layout(num_bytes, warps):
+    """How warps copy rows of so many bytes, each by 8 threads."""
+    return gl.BlockedLayout([1, num_bytes // 8], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _keys_layout(warps):
+    """How warps hold what belongs to keys, each by one thread."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.jit
+def _make_ring(
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NARROW_STAGES: gl.constexpr, STORED: gl.constexpr
+):  # fmt: skip
+    """An empty ring that two warpgroups read."""
+    BYTES: gl.constexpr = 64 if STORED.factors else 128
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 128], gl.float16)
+    ring = WidenedRing(
+        gl.allocate_shared_memory(
+            gl.uint8, [NARROW_STAGES, BLOCK_N, BYTES], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ),
+        gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_N, 128], WIDE),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [STAGES, _HALF], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        if STORED.factors
+        else None,
+    )
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ring.filled.index(stage), count=1)
+        mbarrier.init(ring.emptied.index(stage), count=2)
+    return ring
+
+
+@gluon.jit
+def _masked_tiles(task, Q_LEN: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many tiles of a task, its last ones, some row does not see whole; at least one if there are any."""
+    full_end = gl.maximum(task.kv_len - Q_LEN + 1, 0) // BLOCK_N
+    return gl.minimum(gl.maximum(task.end - full_end, 1), task.end - task.begin)
+
+
+@gluon.jit
+def _copy_rows(kv, page, slot, kv_head, target):
+    """Starts the copy of stored rows."""
+    BYTES: gl.constexpr = kv.ptr.dtype.element_ty.primitive_bitwidth // 8
+    COPY: gl.constexpr = _copy_layout(target.shape[1], gl.num_warps())
+    at = (page * kv.page + slot * kv.token + kv_head * kv.head) * BYTES
+    at = gl.convert_layout(at, gl.SliceLayout(1, COPY), assert_trivial=True)
+    d = gl.arange(0, target.shape[1], gl.SliceLayout(0, COPY))
+    source = kv.ptr.to(gl.pointer_type(gl.uint8), bitcast=True) + (at[:, None] + d[None, :])
+    async_copy.async_load(target, gl.multiple_of(source, [8, 8] if target.shape[1] == 64 else [16, 16]))
+
+
+@gluon.jit
+def _copy_tile(
+    k, v, table, page_ids, first_key, last, kv_head, k_ring, v_ring, stage,
+    SIZES: gl.constexpr, RULES: gl.constexpr,
+):  # fmt: skip
+    """Starts the copy of a tile of K and V as they are stored; keys past the last one take its place."""
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, _line_layout(16, gl.num_warps())))
+    page, slot = place_of(table, page_ids, keys, 0, last, SIZES.page_size, RULES.int64_offsets)
+    _copy_rows(k, page, slot, kv_head, k_ring.narrow.index(stage))
+    _copy_rows(v, page, slot, kv_head, v_ring.narrow.index(stage))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _confine_nans(ring, i, narrow_stage):
+    """Makes NaN of the i-th tile 0 and notes its keys: 0 * NaN would reach rows that do not see them."""
+    STAGES: gl.constexpr = ring.tiles.shape[0]
+    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    tile = reinterpret(
+        ring.narrow.index(narrow_stage), gl.int32, [BLOCK_N, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    mbarrier.wait(ring.emptied.index(i % STAGES), (i // STAGES) & 1 ^ 1)
+    for start in gl.static_range(0, BLOCK_N, 32):
+        part = tile.slice(start, 32)
+        words = part.load(LINES)
+        nans = (words & 0x7F7F7F7F) + 0x01010101 >> 7 & 0x01010101  # 1 for each byte that is 0x7F or 0xFF
+        ring.nan_keys.index(i % STAGES).slice(start, 32).store(gl.max(nans, 1))
+        part.store(words & ~(nans * 255))
+    gl.barrier()
+
+
+@gluon.jit
+def _load_scales(
+    k_descale, v_descale, table, page_ids, keys, last, kv_head,
+    SIZES: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
+):  # fmt: skip
+    """E8M0 bytes of the keys of a tile of K and V; 0 for a side that has none."""
+    k_scales, v_scales = 0, 0
+    if K.factors or V.factors:
+        page, slot = place_of(table, page_ids, keys, 0, last, SIZES.page_size, RULES.int64_offsets)
+        if K.factors:
+            at = page * k_descale.major + slot * k_descale.token + kv_head * k_descale.head
+            k_scales = gl.load(k_descale.ptr + at).to(gl.int32)
+        if V.factors:
+            at = page * v_descale.major + slot * v_descale.token + kv_head * v_descale.head
+            v_scales = gl.load(v_descale.ptr + at).to(gl.int32)
+    return k_scales, v_scales
+
+
+@gluon.jit
+def _widen_fp4_tile(ring, i, narrow_stage, scales, confine, STORED: gl.constexpr):
+    """Widens the i-th tile of FP4 times 2**15 over the largest scale of its keys, once there is room.
+
+    A key whose scale is 2**-29 of the largest or less becomes 0. NaN is confined as by `_confine_nans`.
+    """
+    STAGES: gl.constexpr = ring.tiles.shape[0]
+    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [gl.num_warps(), 1], [1, 0])
+    stage = i % STAGES
+    is_nan = scales == 255
+    top = gl.max(gl.where(is_nan, 0, scales), 0)
+    relative = gl.where(is_nan, 0x7E00, gl.maximum(scales - top + 30, 0) << 10)  # bits of float16
+    mbarrier.wait(ring.emptied.index(stage), (i // STAGES) & 1 ^ 1)
+    if confine:
+        ring.nan_keys.index(stage).store(is_nan.to(gl.int32))
+        relative = gl.where(is_nan, 0, relative)
+    relative = relative.to(gl.int16).to(gl.float16, bitcast=True)
+    relative = gl.convert_layout(relative, gl.SliceLayout(1, WORDS))[:, None]
+    words = reinterpret(
+        ring.narrow.index(narrow_stage), gl.int16, [BLOCK_N, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ).load(WORDS)
+    a, b, c, d = widen_parts(words, STORED.format, STORED.route, gl.float16, 4)
+    pairs = gl.join(gl.join(a * relative, c * relative), gl.join(b * relative, d * relative))
+    ring.tiles.index(stage).store(gl.reshape(pairs, [BLOCK_N, 128]))
+    ring.factor.index(stage).store(
+        gl.full([_HALF], 2.0**-15, gl.float32, _keys_layout(gl.num_warps())) * e8m0_to_fp32(top)
+    )
+    fence_async_shared()
+    gl.barrier()
+    mbarrier.arrive(ring.filled.index(stage))
+
+
+@gluon.jit
+def _widen_tile(ring, i, narrow_stage):
+    """Widens the i-th tile of FP8 into the ring once there is room."""
+    STAGES: gl.constexpr = ring.tiles.shape[0]
+    stage = i % STAGES
+    stored = ring.narrow.index(narrow_stage).load(_line_layout(8, gl.num_warps()))
+    mbarrier.wait(ring.emptied.index(stage), (i // STAGES) & 1 ^ 1)
+    ring.tiles.index(stage).store(stored.to(gl.float8e4nv, bitcast=True).to(gl.float16))
+    fence_async_shared()
+    gl.barrier()
+    mbarrier.arrive(ring.filled.index(stage))
+
+
+@gluon.jit
+def _widen_tiles(
+    k, v, k_descale, v_descale, table, task, k_ring, v_ring,
+    SIZES: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
+):  # fmt: skip
+    """Copies and widens the task's tiles of K and V, the last one first."""
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    NARROW: gl.constexpr = k_ring.narrow.shape[0]
+    last = gl.maximum(task.kv_len - 1, 0)
+    row_base = first_id(table, task.seq, SIZES.ragged)
+    first_key = (task.end - 1) * BLOCK_N
+    r = gl.arange(0, BLOCK_N, gl.SliceLayout(1, _line_layout(16, gl.num_warps())))
+    page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
+    for i in gl.static_range(NARROW - 1):
+        _copy_tile(k, v, table, page_ids, first_key, last, task.kv_head, k_ring, v_ring, i, SIZES, RULES)
+        first_key -= BLOCK_N
+        page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
+    # Scales are loaded a tile ahead of its widening, and their page ids two.
+    keys = task.end * BLOCK_N + gl.arange(0, BLOCK_N, _keys_layout(gl.num_warps()))
+    scale_ids = 0
+    if K.factors or V.factors:
+        scale_ids = load_page_ids(table, row_base, keys - BLOCK_N, 0, last, SIZES.page_size)
+    k_scales, v_scales = _load_scales(
+        k_descale, v_descale, table, scale_ids, keys - BLOCK_N, last, task.kv_head, SIZES, K, V, RULES
+    )
+    if K.factors or V.factors:
+        scale_ids = load_page_ids(table, row_base, keys - 2 * BLOCK_N, 0, last, SIZES.page_size)
+    masked = _masked_tiles(task, SIZES.q_len, BLOCK_N)
+    for i in range(task.end - task.begin):
+        gl.barrier()  # all warps have read what is overwritten
+        ahead = (i + NARROW - 1) % NARROW
+        _copy_tile(k, v, table, page_ids, first_key, last, task.kv_head, k_ring, v_ring, ahead, SIZES, RULES)
+        first_key -= BLOCK_N
+        page_ids = load_page_ids(table, row_base, first_key + r, 0, last, SIZES.page_size)
+        async_copy.wait_group(NARROW - 1)
+        gl.barrier()
+        if not K.factors:
+            _widen_tile(k_ring, i, i % NARROW)
+        k_now, v_now = k_scales, v_scales
+        keys = (task.end - 2 - i) * BLOCK_N + gl.arange(0, BLOCK_N, _keys_layout(gl.num_warps()))
+        k_scales, v_scales = _load_scales(
+            k_descale, v_descale, table, scale_ids, keys, last, task.kv_head, SIZES, K, V, RULES
+        )
+        if K.factors or V.factors:
+            scale_ids = load_page_ids(table, row_base, keys - BLOCK_N, 0, last, SIZES.page_size)
+        if K.factors:
+            _widen_fp4_tile(k_ring, i, i % NARROW, k_now, False, K)
+        if V.factors:
+            _widen_fp4_tile(v_ring, i, i % NARROW, v_now, i < masked, V)
+        else:
+            if i < masked:
+                _confine_nans(v_ring, i, i % NARROW)
+            _widen_tile(v_ring, i, i % NARROW)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _load_half(
+    io, k_descale, task, q_tile, qk_scale, HALF: gl.constexpr, SIZES: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
+    """Stores Q's rows of a half in float16 in shared memory; returns the positive scale of their scores."""
+    LINES: gl.constexpr = _line_layout(8, gl.num_warps())
+    rows = HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LINES))
+    d = gl.arange(0, 128, gl.SliceLayout(0, LINES))
+    tokens = (task.seq * SIZES.q_len + rows // SIZES.gqa_ratio).to(gl.int64)
+    heads = task.kv_head * SIZES.gqa_ratio + rows % SIZES.gqa_ratio
+    at = tokens[:, None] * io.q_token + heads[:, None] * io.q_head + d[None, :]
+    parts = (gl.load(io.q + at, mask=(rows < SIZES.q_len * SIZES.gqa_ratio)[:, None], other=0.0),)
+    scale = times_head_descale(qk_scale, k_descale, task.seq, task.kv_head, K.descale)
+    if io.q_descale is not None:
+        scale *= gl.load(io.q_descale)
+    if io.q.dtype.element_ty != gl.float16:
+        parts, up = scale_to_fp16(parts, 1)
+        scale *= up
+    q_tile.store(times_sign(parts, scale, 1)[0])  # the softmax takes the maximum before it scales
+    return gl.where(scale < 0, -scale, scale) + _LEAST_SCALE
+
+
+@gluon.jit
+def _issue_scores(q_tile, ring, i):
+    """Q @ K^T of the ring's i-th tile, still under way."""
+    STAGES: gl.constexpr = ring.tiles.shape[0]
+    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
+    zeros = gl.zeros([_HALF, BLOCK_N], gl.float32, _product_layout(BLOCK_N))
+    mbarrier.wait(ring.filled.index(i % STAGES), (i // STAGES) & 1)
+    tile = ring.tiles.index(i % STAGES).permute((1, 0))
+    return warpgroup_mma(q_tile, tile, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _issue_values(p, acc, ring, i):
+    """Acc + P @ V of the ring's i-th tile, still under way."""
+    STAGES: gl.constexpr = ring.tiles.shape[0]
+    mbarrier.wait(ring.filled.index(i % STAGES), (i // STAGES) & 1)
+    return warpgroup_mma(p, ring.tiles.index(i % STAGES), acc, is_async=True)
+
+
+@gluon.jit
+def _row_scale(scale, k_ring, i, ROWS: gl.constexpr):
+    """What the scores of the i-th tile of K are still to be multiplied by, for each row; positive."""
+    if k_ring.factor is None:
+        return gl.full([_HALF], 1.0, gl.float32, ROWS) * scale
+    else:
+        return k_ring.factor.index(i % k_ring.tiles.shape[0]).load(ROWS) * scale + _LEAST_SCALE
+
+
+@gluon.jit
+def _softmax_of_tile(s, m, l, largest, row_scale, v_ring, i, first_key, high, MASKED: gl.constexpr):
+    """P as the left operand of the next product, the correction factor of earlier sums, new m, l and largest.
+
+    largest: the largest factor of a tile of V so far; P and sums of values are in units of it.
+    MASKED: rows see keys up to `high`. P of a key whose V has a NaN, which V's i-th tile lacks, is NaN.
+    """
+    KEYS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    STAGES: gl.constexpr = v_ring.tiles.shape[0]
+    if MASKED:
+        keys = first_key + gl.arange(0, s.shape[1], KEYS)
+        s = gl.where(keys[None, :] <= high[:, None], s, float("-inf"))
+    p, m, l, correction = softmax_step(s, m, l, row_scale)
+    if MASKED or v_ring.factor is not None:
+        mbarrier.wait(v_ring.filled.index(i % STAGES), (i // STAGES) & 1)
+    if v_ring.factor is not None:
+        factor = v_ring.factor.index(i % STAGES).load(m.type.layout)
+        larger = gl.maximum(largest, factor)
+        p *= (factor / larger)[:, None]
+        correction *= largest / larger
+        largest = larger
+    if MASKED:
+        is_nan = v_ring.nan_keys.index(i % STAGES).load(KEYS) != 0
+        p = gl.where(is_nan[None, :] & (keys[None, :] <= high[:, None]), float("nan"), p)
+    p = gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, _product_layout(128), 2))
+    return p, correction, m, l, largest
+
+
+@gluon.jit
+def _attend_tiles(
+    p, acc, m, l, largest, q_tile, k_ring, v_ring, scale, high, task, first, stop, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Tiles number `first` to `stop` of a task, counted from its last one down."""
+    K_STAGES: gl.constexpr = k_ring.tiles.shape[0]
+    V_STAGES: gl.constexpr = v_ring.tiles.shape[0]
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    for i in range(first, stop):
+        scores = _issue_scores(q_tile, k_ring, i)
+        values = _issue_values(p, acc, v_ring, i - 1)
+        # Marks of keys take the registers of the last P, which its product holds until it has ended.
+        s = warpgroup_mma_wait(0 if MASKED else 1, deps=(scores,))
+        row_scale = _row_scale(scale, k_ring, i, m.type.layout)
+        mbarrier.arrive(k_ring.emptied.index(i % K_STAGES))
+        p, correction, m, l, largest = _softmax_of_tile(
+            s, m, l, largest, row_scale, v_ring, i, (task.end - 1 - i) * BLOCK_N, high, MASKED
+        )
+        # Named here, the softmax is not put off until after the wait.
+        acc, p, correction, m, l = warpgroup_mma_wait(0, deps=(values, p, correction, m, l))
+        mbarrier.arrive(v_ring.emptied.index((i - 1) % V_STAGES))
+        acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return p, acc, m, l, largest
+
+
+@gluon.jit
+def _attend_half(
+    io, v_descale, workspace, task, k_ring, v_ring, q_tile, scale, out_scale, merge,
+    HALF: gl.constexpr, SIZES: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
+):  # fmt: skip
+    """A half of a task's rows: its result, or a partial one."""
+    BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
+    S: gl.constexpr = gl.SliceLayout(1, _product_layout(BLOCK_N))
+    O: gl.constexpr = _product_layout(128)
+    high = task.kv_len - SIZES.q_len + (HALF * _HALF + gl.arange(0, _HALF, S)) // SIZES.gqa_ratio
+    m = gl.full([_HALF], float("-inf"), gl.float32, S)
+    l = gl.zeros([_HALF], gl.float32, S)
+    largest = gl.full([_HALF], LEAST_FACTOR, gl.float32, S)
+    acc = gl.zeros([_HALF, 128], gl.float32, O)
+    num_tiles = task.end - task.begin
+    if num_tiles > 0:
+        masked = _masked_tiles(task, SIZES.q_len, BLOCK_N)
+        s = warpgroup_mma_wait(0, deps=(_issue_scores(q_tile, k_ring, 0),))
+        row_scale = _row_scale(scale, k_ring, 0, S)
+        mbarrier.arrive(k_ring.emptied.index(0))
+        p, _correction, m, l, largest = _softmax_of_tile(
+            s, m, l, largest, row_scale, v_ring, 0, (task.end - 1) * BLOCK_N, high, True
+        )
+        p, acc, m, l, largest = _attend_tiles(
+            p, acc, m, l, largest, q_tile, k_ring, v_ring, scale, high, task, 1, masked, True
+        )
+        p, acc, m, l, largest = _attend_tiles(
+            p, acc, m, l, largest, q_tile, k_ring, v_ring, scale, high, task, masked, num_tiles, False
+        )
+        acc = warpgroup_mma_wait(0, deps=(_issue_values(p, acc, v_ring, num_tiles - 1),))
+    m = gl.convert_layout(m, gl.SliceLayout(1, O))
+    l = gl.convert_layout(l, gl.SliceLayout(1, O))
+    if V.factors:
+        acc, m, l = multiply_values(acc, m, l, gl.convert_layout(largest, gl.SliceLayout(1, O)))
+    rows = HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, O))
+    row_mask = rows < SIZES.q_len * SIZES.gqa_ratio
+    write = task.num_splits == 1
+    if RULES.partial:
+        if task.num_splits > 1:
+            step = SIZES.num_kv_heads * 2
+            first_slot = task.first * 2 + HALF
+            own_slot = (first_slot + task.split * step).to(gl.int64)
+            store_partial_result(workspace, own_slot, acc, m, l, row_mask, _HALF, 128)
+            size = splits_to_merge(
+                workspace, acc, m, l, first_slot, step, task.split, task.num_splits, merge, row_mask,
+                _HALF, 128,
+            )  # fmt: skip
+            if size > 0:
+                acc, m, l = merge_partial_results(
+                    workspace, acc, m, l, first_slot, size * step, gl.cdiv(task.num_splits, size), row_mask,
+                    _HALF, 128, 1,
+                )  # fmt: skip
+            write = size > 0
+    if write:
+        tokens = (task.seq * SIZES.q_len + rows // SIZES.gqa_ratio).to(gl.int64)
+        heads = task.kv_head * SIZES.gqa_ratio + rows % SIZES.gqa_ratio
+        o_scale = times_head_descale(
+            gl.full([_HALF], 1.0, gl.float32, gl.SliceLayout(1, O)) * out_scale, v_descale, task.seq,
+            task.kv_head, V.descale,
+        )  # fmt: skip
+        write_rows(
+            io.o, io.o_scale, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
+            gl.arange(0, 128, gl.SliceLayout(0, O)), io.o_token, io.o_head, io.lse_token, 128, RULES.sinks,
+            RULES.lse,
+        )  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "row", "num_ids", "max_pages", "batch", "most_splits", "tiles_per_split", "slots", "merge",
+    ],
+    do_not_specialize_on_alignment=["page_ids", "lens"],
+)  # fmt: skip
+def _tall_decode_kernel(
+    page_ids, lens, row, num_ids, max_pages, batch, most_splits, tiles_per_split, steps, slots,
+    io, k, v, k_descale, v_descale, workspace, qk_scale, out_scale, soft_cap, merge,
+    SIZES: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Attends a KV head's rows to one split of one sequence; arguments as those of `_paged_decode_kernel`."""
+    table = pages.Table(
+        page_ids, row, lens, num_ids, steps.num_pages, max_pages, steps[1], steps[2], steps[3]
+    )
+    kv_head = gl.program_id(0) % SIZES.num_kv_heads
+    item = gl.program_id(0) // SIZES.num_kv_heads
+    if RULES.even:
+        zeros = (
+            gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0])),
+            gl.zeros([128], gl.int32, gl.SliceLayout(0, _line_layout(4, gl.num_warps()))),
+        )
+        seq, first_item, num_splits = even_split(
+            table, None, batch, most_splits, slots, item, True, SIZES.q_len, -1, SIZES.page_size,
+            SIZES.ragged, BLOCKS.n, zeros,
+        )  # fmt: skip
+        kv_len = sequence_length(table, seq, seq < batch, SIZES.page_size, SIZES.ragged)
+        num_tiles = gl.cdiv(kv_len, BLOCKS.n)
+    else:
+        seq = item // most_splits
+        first_item = seq * most_splits
+        kv_len = sequence_length(table, seq, seq < batch, SIZES.page_size, SIZES.ragged)
+        num_tiles = gl.cdiv(kv_len, BLOCKS.n)
+        num_splits = splits_of_sequence(num_tiles, tiles_per_split, most_splits)
+        num_splits = gl.where(item - first_item < num_splits, num_splits, 0)
+    split = item - first_item
+    parts = gl.maximum(num_splits, 1)
+    begin = gl.where(num_splits > 0, split * num_tiles // parts, 0)
+    end = gl.where(num_splits > 0, (split + 1) * num_tiles // parts, 0)
+    first = first_item * SIZES.num_kv_heads + kv_head
+    task = SplitOfHead(seq, kv_head, kv_len, begin, end, first, split, num_splits)
+    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF, 128], gl.float16)
+    q_tiles = gl.allocate_shared_memory(gl.float16, [2, _HALF, 128], Q)
+    scale = _load_half(io, k_descale, task, q_tiles.index(0), qk_scale, 0, SIZES, K)
+    other_scale = _load_half(io, k_descale, task, q_tiles.index(1), qk_scale, 1, SIZES, K)
+    out = OutputRows(io.o, io.lse, io.sinks, io.o_token, io.o_head, io.lse_token, io.o_scale)
+    k_ring = _make_ring(BLOCKS.n, 1, 2, K)
+    v_ring = _make_ring(BLOCKS.n, 2, 2, V)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _attend_half,
+                (
+                    out, v_descale, workspace, task, k_ring, v_ring, q_tiles.index(0), scale, out_scale,
+                    merge, 0, SIZES, V, RULES,
+                ),
+            ),
+            (
+                _attend_half,
+                (
+                    out, v_descale, workspace, task, k_ring, v_ring, q_tiles.index(1), other_scale, out_scale,
+                    merge, 1, SIZES, V, RULES,
+                ),
+            ),
+            (
+                _widen_tiles,
+                (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES),
+            ),
+        ],
+        worker_num_warps=[4, 4],
+        worker_num_regs=[216, 72],
+    )  # fmt: skip
