@@ -257,6 +257,17 @@ def test_a_path_that_the_input_does_not_take_is_checked_too(target: str) -> None
         emulate(target, lines.format(wait="s_nop 0"))
 
 
+@BOTH
+def test_a_branch_that_is_taken_counts_as_several_wait_states(target: str) -> None:
+    """The path that falls through has one: a matrix instruction still reads its addend."""
+    product = "v_mfma_f32_16x16x16_f16 v[8:11], v[4:5], v[4:5], v[12:15]"
+    taken = f"s_cmp_eq_u32 s6, s6\n{product}\ns_cbranch_scc1 NEXT\ns_nop 2\nNEXT:\nv_mov_b32_e32 v12, 0"
+    HazardModel(load_program(assembly(target, taken), lds_bytes=4096)).explore()
+    falls = taken.replace("s_nop 2\nNEXT:\nv_mov_b32_e32 v12, 0", "v_mov_b32_e32 v12, 0\nNEXT:\ns_nop 0")
+    with pytest.raises(HazardError, match="addend of a matrix instruction overwritten"):
+        HazardModel(load_program(assembly(target, falls), lds_bytes=4096)).explore()
+
+
 def test_a_later_write_hides_an_earlier_one() -> None:
     """Only the latest matrix instruction that wrote a register matters to its readers."""
     lines = """
