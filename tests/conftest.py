@@ -99,7 +99,7 @@ class Sm90Kernel:
             if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in bodies)
         ]
         loops = [[text for _, text in instructions[begin : end + 1]] for begin, end in inner]
-        return [loop for loop in loops if any("HGMMA" in text for text in loop)]
+        return [loop for loop in loops if any(re.search(r"\bHG?MMA\b", text) for text in loop)]
 
     def _dump(self, option: str) -> str:
         return _dump(self.compiled.asm["cubin"], option)
