@@ -284,7 +284,7 @@ def _paged_decode_kernel(
                     return
                 acc, m, l = merge_partial_results(
                     workspace, acc, m, l, first_slot, size * HEAD_PROGRAMS, tl.cdiv(num_splits, size),
-                    row_mask, BLOCKS.m, BLOCKS.d, 1,
+                    row_mask, BLOCKS.m, BLOCKS.d,
                 )  # fmt: skip
     if RULES.kept_parts > 1:
         acc = whole_rows(sums, V, RULES)

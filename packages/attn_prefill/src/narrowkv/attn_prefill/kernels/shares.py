@@ -201,7 +201,7 @@ def merge_shares(
         if write:
             acc, m, l = merge_partial_results(
                 workspace, acc, m, l, first_slot, size * step, tl.cdiv(share.num_splits, size), row_mask,
-                BLOCK_M, BLOCK_D, 1,
+                BLOCK_M, BLOCK_D,
             )  # fmt: skip
     return write, acc, m, l
 

@@ -58,12 +58,11 @@ def is_last_program(workspace, counter, num_splits, SETTLE: tl.constexpr):
 
 @triton.jit
 def merge_partial_results(workspace, acc, m, l, first_slot, step, num_splits, row_mask,
-                          BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+                          BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """The state of a tile's rows, merged from the slots first_slot, first_slot + step, ... of a workspace.
 
     Args:
         acc, m, l: any state; only shapes and layouts are taken from it.
-        UNROLL: splits that are loaded at once.
     """
     r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     m = tl.zeros_like(m) + float("-inf")
@@ -74,7 +73,7 @@ def merge_partial_results(workspace, acc, m, l, first_slot, step, num_splits, ro
     l = tl.zeros_like(l)
     acc = tl.zeros_like(acc)
     # The maximum is known, so that the terms are independent and their loads overlap.
-    for i in tl.range(0, num_splits, loop_unroll_factor=UNROLL):
+    for i in tl.range(0, num_splits, loop_unroll_factor=1):
         slot = (first_slot + i * step).to(tl.int64)
         weight = tl.exp2(tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe)
         l += tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg") * weight
@@ -96,15 +95,18 @@ def merge_splits(workspace, acc, m, l, counter, split, num_splits, step, row_mas
     last = is_last_program(workspace, counter, num_splits, SETTLE)
     if last:
         acc, m, l = merge_partial_results(
-            workspace, acc, m, l, counter, step, num_splits, row_mask, BLOCK_M, BLOCK_D, 1
+            workspace, acc, m, l, counter, step, num_splits, row_mask, BLOCK_M, BLOCK_D
         )
     return last, acc, m, l
 
 
 @triton.jit
 def splits_of_group(num_splits):
-    """Splits of a group that is merged first, about the square root of their number; 1: no groups."""
-    size = tl.where(num_splits <= 64, 8, tl.where(num_splits <= 256, 16, 32))
+    """Splits of a group that is merged first, near the square root of their number; 1: no groups.
+
+    A tile is merged in the time of `size + num_splits / size` loads, one after the other.
+    """
+    size = tl.where(num_splits <= 128, 8, tl.where(num_splits <= 512, 16, 32))
     return tl.where(num_splits <= 8, 1, size)
 
 
@@ -139,7 +141,7 @@ def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, m
             slot, parts = first_slot + begin * step, tl.minimum(num_splits - begin, size)
             if is_last_program(workspace, slot, parts, ""):
                 acc, m, l = merge_partial_results(
-                    workspace, acc, m, l, slot, step, parts, row_mask, BLOCK_M, BLOCK_D, 1
+                    workspace, acc, m, l, slot, step, parts, row_mask, BLOCK_M, BLOCK_D
                 )
                 tl.debug_barrier()  # all threads have read what the slot held
                 store_partial_result(workspace, slot.to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
