@@ -277,8 +277,8 @@ def _paged_decode_kernel(
             else:
                 first_slot = first_item * HEAD_PROGRAMS + head_program
                 size = splits_to_merge(
-                    workspace, acc, m, l, first_slot, HEAD_PROGRAMS, split, num_splits, merge, row_mask, "",
-                    BLOCKS.m < 64, BLOCKS.m, BLOCKS.d,
+                    workspace, acc, m, l, first_slot, HEAD_PROGRAMS, split, num_splits, merge, row_mask,
+                    BLOCKS.m, BLOCKS.d,
                 )  # fmt: skip
                 if size == 0:
                     return

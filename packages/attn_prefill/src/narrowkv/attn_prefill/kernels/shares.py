@@ -194,8 +194,8 @@ def merge_shares(
         slot = (first_slot + share.split * step).to(tl.int64)
         store_partial_result(workspace, slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
         size = splits_to_merge(
-            workspace, acc, m, l, first_slot, step, share.split, share.num_splits, 1, row_mask, SETTLE,
-            GROUPS, BLOCK_M, BLOCK_D,
+            workspace, acc, m, l, first_slot, step, share.split, share.num_splits, 1, row_mask, BLOCK_M,
+            BLOCK_D, SETTLE, GROUPS,
         )  # fmt: skip
         write = size > 0
         if write:

@@ -57,12 +57,13 @@ def is_last_program(workspace, counter, num_splits, SETTLE: tl.constexpr):
 
 
 @triton.jit
-def merge_partial_results(workspace, acc, m, l, first_slot, step, num_splits, row_mask,
-                          BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def merge_partial_results(workspace, acc, m, l, first_slot, step, num_splits, row_mask, BLOCK_M: tl.constexpr,
+                          BLOCK_D: tl.constexpr, UNROLL: tl.constexpr = 1):  # fmt: skip
     """The state of a tile's rows, merged from the slots first_slot, first_slot + step, ... of a workspace.
 
     Args:
         acc, m, l: any state; only shapes and layouts are taken from it.
+        UNROLL: splits that are loaded at once.
     """
     r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     m = tl.zeros_like(m) + float("-inf")
@@ -73,7 +74,7 @@ def merge_partial_results(workspace, acc, m, l, first_slot, step, num_splits, ro
     l = tl.zeros_like(l)
     acc = tl.zeros_like(acc)
     # The maximum is known, so that the terms are independent and their loads overlap.
-    for i in tl.range(0, num_splits, loop_unroll_factor=1):
+    for i in tl.range(0, num_splits, loop_unroll_factor=UNROLL):
         slot = (first_slot + i * step).to(tl.int64)
         weight = tl.exp2(tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe)
         l += tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg") * weight
@@ -112,13 +113,12 @@ def splits_of_group(num_splits):
 
 @triton.jit
 def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, merge, row_mask,
-                    SETTLE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
-                    BLOCK_D: tl.constexpr):  # fmt: skip
+                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SETTLE: tl.constexpr = "",
+                    GROUPS: tl.constexpr = None):  # fmt: skip
     """Counts a program that has stored its split's state; for the last one of a tile, what is left to merge.
 
     With GROUPS the last program of each group of many splits merges the group into the slot of its first
-    split: one program that merged all splits of a long sequence would end long after all others. Decode's
-    tiles of 64 rows and more have few splits, and no registers for it.
+    split: one program that merged all splits of a long sequence would end long after all others.
 
     Args:
         acc, m, l: any state, as for `merge_partial_results`.
@@ -126,16 +126,19 @@ def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, m
             counters of the same numbers: a group that of its first split, the tile that of the second split.
         merge: 0 if another launch merges.
         SETTLE: see `settle_stores`; empty with GROUPS.
+        GROUPS: whether there are groups; None for those of tiles of fewer than 64 rows, as in decode, where
+            others have few splits, and no registers for this.
 
     Returns:
         For the last program how many splits, and slots, each state to merge stands for; else 0.
     """
+    GROUPED: tl.constexpr = BLOCK_M < 64 if GROUPS is None else GROUPS
     size = num_splits * 0 + 1
-    if GROUPS:
+    if GROUPED:
         size = splits_of_group(num_splits)
     if merge == 0:
         size = 0
-    if GROUPS:
+    if GROUPED:
         if size > 1:
             begin = split // size * size
             slot, parts = first_slot + begin * step, tl.minimum(num_splits - begin, size)
