@@ -137,7 +137,7 @@ def test_equal_shares_by_the_loop_of_decode(name: str, block_m: int, operation: 
 @pytest.mark.parametrize("slots", [7, 60])
 @pytest.mark.parametrize("operation", ["prefill", "append"])
 def test_splits_are_merged_in_groups(operation: str, slots: int) -> None:
-    """More than 16 splits of a sequence, beside sequences with few."""
+    """More than 8 splits of a sequence, beside sequences with few."""
     case = PrefillCase.small((1, 9, 0, 2), (2700, 330, 8, 30), operation=operation, kernel="split", **HEADS)
     _check_by_the_loop_of_decode(case, 16, slots=slots)
 

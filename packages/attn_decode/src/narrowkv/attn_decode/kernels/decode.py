@@ -277,14 +277,14 @@ def _paged_decode_kernel(
             else:
                 first_slot = first_item * HEAD_PROGRAMS + head_program
                 size = splits_to_merge(
-                    workspace, acc, m, l, first_slot, HEAD_PROGRAMS, split, num_splits, merge, row_mask, "",
-                    BLOCKS.m < 64, BLOCKS.m, BLOCKS.d,
+                    workspace, acc, m, l, first_slot, HEAD_PROGRAMS, split, num_splits, merge, row_mask,
+                    BLOCKS.m, BLOCKS.d,
                 )  # fmt: skip
                 if size == 0:
                     return
                 acc, m, l = merge_partial_results(
                     workspace, acc, m, l, first_slot, size * HEAD_PROGRAMS, tl.cdiv(num_splits, size),
-                    row_mask, BLOCKS.m, BLOCKS.d, 1,
+                    row_mask, BLOCKS.m, BLOCKS.d,
                 )  # fmt: skip
     if RULES.kept_parts > 1:
         acc = whole_rows(sums, V, RULES)

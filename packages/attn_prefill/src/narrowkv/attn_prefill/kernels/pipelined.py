@@ -49,6 +49,7 @@ from narrowkv.runtime.launch.gluon import in_gluon
 
 await_previous_launch = in_gluon(handover.await_previous_launch)
 scheduled_tile = in_gluon(rows.scheduled_tile)
+sized_table = in_gluon(pages.sized_table)
 times_head_descale = in_gluon(pages.times_head_descale)
 
 
@@ -165,10 +166,8 @@ def _pipelined_prefill_kernel(
     SIZES, RULES: `Sizes`, `PipelinedRules`.
     """
     if page_desc is not None:
-        pages = Pages(
-            pages.page_ids, pages.row if SIZES.ragged else table_row, num_ids, pages.num_pages, max_pages,
-            pages.column, pages.row_step, pages.page, pages.head, pages.columns,
-        )  # fmt: skip
+        table = sized_table(pages.table, table_row, num_ids, max_pages, SIZES.ragged)
+        pages = Pages(table, pages.page, pages.head, pages.columns)
     work = Work(scratch.schedule, num_tiles, num_splits, scratch.rows, scratch.factor_flag)
     scales = Scales(qk_scale, new_scale, out_scale, k_descale, v_descale, soft_cap)
     KIND: gl.constexpr = q.ptr.dtype.element_ty

@@ -40,18 +40,11 @@ class Ring(NamedTuple):
 class Pages(NamedTuple):
     """Keys where the cache has them: its pages seen as one matrix, in which a head's keys are rows.
 
-    page_ids to row_step: as in `Table`. page, head: rows from a page, or a head, to the next.
-    columns: from a head to the next. (Flat, since Triton 3.6 takes no tuple in a tuple if a number in it is
-    one.)
+    table: which pages a sequence has, a `Table` whose lengths are not read. page, head: rows from a page, or
+    a head, to the next. columns: from a head to the next.
     """
 
-    page_ids: Any
-    row: Any
-    num_ids: Any
-    num_pages: Any
-    max_pages: Any
-    column: Any
-    row_step: Any
+    table: Any
     page: Any
     head: Any
     columns: Any
@@ -77,11 +70,8 @@ class PageMatrix(NamedTuple):
     columns: int
 
     def pages(self, table: Any) -> Pages:
-        """The pages that a table names; sizes that serving changes are arguments of their own."""
-        return Pages(
-            table.page_ids, table.row, None, table.num_pages, None, table.column, table.row_step, self.page,
-            self.head, self.columns,
-        )  # fmt: skip
+        """The pages that a `Table` names."""
+        return Pages(table._replace(lens=None, lens_step=None), self.page, self.head, self.columns)
 
 
 def page_matrix(cache: PagedKVCache, block_n: int) -> PageMatrix | None:
@@ -205,14 +195,14 @@ def places_of(
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Where the pages of a key tile lie in their matrix; rows without a key get the place of another key."""
-    row_base = first_id(pages, gl.maximum(tile.seq, 0), RAGGED)
+    row_base = first_id(pages.table, gl.maximum(tile.seq, 0), RAGGED)
     last = rows_in_pages(tile, PAD) - 1
     if PAD is not None:
         last -= tile.padding
     PIECE: gl.constexpr = desc.block_shape[0]
     places = ()
     for i in gl.static_range(BLOCK_N // PIECE):
-        page, slot = locate_keys(pages, row_base, row + i * PIECE, 0, last, PAGE_SIZE, False)
+        page, slot = locate_keys(pages.table, row_base, row + i * PIECE, 0, last, PAGE_SIZE, False)
         places += (page * pages.page + kv_head * pages.head + slot,)
     return places
 

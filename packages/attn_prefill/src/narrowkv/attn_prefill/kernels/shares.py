@@ -194,14 +194,14 @@ def merge_shares(
         slot = (first_slot + share.split * step).to(tl.int64)
         store_partial_result(workspace, slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
         size = splits_to_merge(
-            workspace, acc, m, l, first_slot, step, share.split, share.num_splits, 1, row_mask, SETTLE,
-            GROUPS, BLOCK_M, BLOCK_D,
+            workspace, acc, m, l, first_slot, step, share.split, share.num_splits, 1, row_mask, BLOCK_M,
+            BLOCK_D, SETTLE, GROUPS,
         )  # fmt: skip
         write = size > 0
         if write:
             acc, m, l = merge_partial_results(
                 workspace, acc, m, l, first_slot, size * step, tl.cdiv(share.num_splits, size), row_mask,
-                BLOCK_M, BLOCK_D, 1,
+                BLOCK_M, BLOCK_D,
             )  # fmt: skip
     return write, acc, m, l
 

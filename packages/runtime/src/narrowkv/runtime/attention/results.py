@@ -57,8 +57,8 @@ def is_last_program(workspace, counter, num_splits, SETTLE: tl.constexpr):
 
 
 @triton.jit
-def merge_partial_results(workspace, acc, m, l, first_slot, step, num_splits, row_mask,
-                          BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+def merge_partial_results(workspace, acc, m, l, first_slot, step, num_splits, row_mask, BLOCK_M: tl.constexpr,
+                          BLOCK_D: tl.constexpr, UNROLL: tl.constexpr = 1):  # fmt: skip
     """The state of a tile's rows, merged from the slots first_slot, first_slot + step, ... of a workspace.
 
     Args:
@@ -96,27 +96,29 @@ def merge_splits(workspace, acc, m, l, counter, split, num_splits, step, row_mas
     last = is_last_program(workspace, counter, num_splits, SETTLE)
     if last:
         acc, m, l = merge_partial_results(
-            workspace, acc, m, l, counter, step, num_splits, row_mask, BLOCK_M, BLOCK_D, 1
+            workspace, acc, m, l, counter, step, num_splits, row_mask, BLOCK_M, BLOCK_D
         )
     return last, acc, m, l
 
 
 @triton.jit
 def splits_of_group(num_splits):
-    """Splits of a group that is merged first, about the square root of their number; 1: no groups."""
-    size = tl.where(num_splits <= 64, 8, tl.where(num_splits <= 256, 16, 32))
+    """Splits of a group that is merged first, near the square root of their number; 1: no groups.
+
+    A tile is merged in the time of `size + num_splits / size` loads, one after the other.
+    """
+    size = tl.where(num_splits <= 128, 8, tl.where(num_splits <= 512, 16, 32))
     return tl.where(num_splits <= 8, 1, size)
 
 
 @triton.jit
 def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, merge, row_mask,
-                    SETTLE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
-                    BLOCK_D: tl.constexpr):  # fmt: skip
+                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SETTLE: tl.constexpr = "",
+                    GROUPS: tl.constexpr = None):  # fmt: skip
     """Counts a program that has stored its split's state; for the last one of a tile, what is left to merge.
 
     With GROUPS the last program of each group of many splits merges the group into the slot of its first
-    split: one program that merged all splits of a long sequence would end long after all others. Decode's
-    tiles of 64 rows and more have few splits, and no registers for it.
+    split: one program that merged all splits of a long sequence would end long after all others.
 
     Args:
         acc, m, l: any state, as for `merge_partial_results`.
@@ -124,22 +126,25 @@ def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, m
             counters of the same numbers: a group that of its first split, the tile that of the second split.
         merge: 0 if another launch merges.
         SETTLE: see `settle_stores`; empty with GROUPS.
+        GROUPS: whether there are groups; None for those of tiles of fewer than 64 rows, as in decode, where
+            others have few splits, and no registers for this.
 
     Returns:
         For the last program how many splits, and slots, each state to merge stands for; else 0.
     """
+    GROUPED: tl.constexpr = BLOCK_M < 64 if GROUPS is None else GROUPS
     size = num_splits * 0 + 1
-    if GROUPS:
+    if GROUPED:
         size = splits_of_group(num_splits)
     if merge == 0:
         size = 0
-    if GROUPS:
+    if GROUPED:
         if size > 1:
             begin = split // size * size
             slot, parts = first_slot + begin * step, tl.minimum(num_splits - begin, size)
             if is_last_program(workspace, slot, parts, ""):
                 acc, m, l = merge_partial_results(
-                    workspace, acc, m, l, slot, step, parts, row_mask, BLOCK_M, BLOCK_D, 1
+                    workspace, acc, m, l, slot, step, parts, row_mask, BLOCK_M, BLOCK_D
                 )
                 tl.debug_barrier()  # all threads have read what the slot held
                 store_partial_result(workspace, slot.to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
