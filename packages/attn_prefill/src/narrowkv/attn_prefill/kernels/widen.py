@@ -19,7 +19,8 @@ from narrowkv.attn_prefill.kernels.rows import (
 from narrowkv.paged_cache.kernels.pages import (
     first_id,
     load_key_scale,
-    locate_keys,
+    load_page_ids,
+    place_of,
     sized_table,
 )
 from narrowkv.paged_cache.kernels.queries import as_fp8
@@ -101,7 +102,7 @@ def keys_without_value(inside, KIND: tl.constexpr):
 def widen_block(
     k, v, k_descale, v_descale, table, scratch, seq, block, first_row, kv_head, kv_len, k_block_factor,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr, BLOCK_FACTORS: tl.constexpr,
-    FILLING: tl.constexpr, BLOCKS: tl.constexpr,
+    FILLING: tl.constexpr, BLOCKS: tl.constexpr, first_ids=None,
 ):  # fmt: skip
     """Gathers, widens and stores one block of one head: keys from `first_row` of `seq` to block `block`.
 
@@ -109,12 +110,18 @@ def widen_block(
         k_block_factor: with BLOCK_FACTORS, what K is still to be multiplied by, stored beside the block.
         K_TYPE: what K becomes; the matrix unit's FP8 type keeps the bytes as stored; None leaves K in its
             pages and stores a factor for each key, which is NaN where its V is not finite.
+        first_ids: page ids of the block if `seq` is the first sequence, loaded already, or None.
     """
     BLOCK_N: tl.constexpr = BLOCKS.s
     row_base = first_id(table, seq, SIZES.ragged)
     n = first_row + tl.arange(0, BLOCK_N)
     inside = (n >= 0) & (n < kv_len)
-    page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, SIZES.page_size, FILLING.int64_offsets)
+    page_ids = first_ids
+    if first_ids is None:
+        page_ids = load_page_ids(table, row_base, n, 0, kv_len - 1, SIZES.page_size)
+    elif seq > 0:
+        page_ids = load_page_ids(table, row_base, n, 0, kv_len - 1, SIZES.page_size)
+    page, slot = place_of(table, page_ids, n, 0, kv_len - 1, SIZES.page_size, FILLING.int64_offsets)
     K_SCALES: tl.constexpr = K.descale != "scalar" and K.descale != "head"
     V_SCALES: tl.constexpr = V.descale != "scalar" and V.descale != "head"
     # A lane loads the elements that it stores, 16 bytes at a time. If it loaded 16 bytes, the compiler would
@@ -219,11 +226,15 @@ def _widen_kernel(
                 1.0, SIZES, K, V, FILLING.k_type, False, FILLING, BLOCKS,
             )  # fmt: skip
     else:
+        # Beside the lengths, not after them: ids of the first sequence, of which some may not be its own.
+        n = first * BLOCKS.s + tl.arange(0, BLOCKS.s)
+        first_ids = load_page_ids(table, first_id(table, 0, SIZES.ragged), n, 0, 2**31 - 1, SIZES.page_size)
+        tl.debug_barrier()  # the compiler would move the load to where it is used
         seq, in_seq, kv_len, _, _ = find_held_block(
             q, table, scratch, batch, first, False, SIZES.page_size, SIZES.ragged, BLOCKS.s, FILLING.nvidia
         )
         if seq >= 0:
             widen_block(
                 k, v, k_descale, v_descale, table, scratch, seq, first, in_seq * BLOCKS.s, kv_head, kv_len,
-                1.0, SIZES, K, V, FILLING.k_type, False, FILLING, BLOCKS,
+                1.0, SIZES, K, V, FILLING.k_type, False, FILLING, BLOCKS, first_ids,
             )  # fmt: skip
