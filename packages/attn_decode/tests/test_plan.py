@@ -38,7 +38,9 @@ def test_a_model_needs_a_small_workspace_and_few_kernels(capacity: int, fmt: str
     with executing(LaunchRecorder(target)):
         plan = plan_decode(replace(MODEL, capacity=capacity), fmt, device="cpu")
         found = plan.kernels(cache, return_lse=True)
-    assert plan.workspace_bytes() <= (80 if fmt == "fp4_e2m1" else 70) * 2**20
+    # Shares for twelve programs a unit, not eight.
+    twelve = fmt == "fp4_e2m1" or (target, fmt) == ("sm90", "fp8_e4m3fn")
+    assert plan.workspace_bytes() <= (80 if twelve else 70) * 2**20
     assert plan.workspace_bytes() > 0 or capacity < 131072
     # gfx942 has two tiles of FP8 calls, for few splits and for many.
     assert 1 <= len(found) <= (11 if (target, fmt) == ("gfx942", "fp8_e4m3fn") else 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from narrowkv.quant.sage import SAGE_GRANULARITIES, block_mean, quantize_per_tok
 from narrowkv.runtime.launch import LaunchOptions, launch, run_as
 from narrowkv.sage import plan_sage
 from narrowkv.sage.kernels.quantise import quotients
-from narrowkv.sage.launches import as_stored
+from narrowkv.sage.launches import as_stored, attention_quantises, blocks_of_queries
 from narrowkv.sage.prequantized import key_positions
 from narrowkv.sage.reference import ranges_of, scratch_rows
 from narrowkv.testing.cases.sage import PRECISIONS, SageCase
@@ -58,7 +59,8 @@ def check_prepass(workload, device="cpu", *, tensors=None, granularity="", **opt
     q, k, v, starts_q, starts_k = tensors or workload.build(device)
     if granularity:
         options |= {"q_granularity": granularity, "k_granularity": granularity}
-    plan = plan_sage(q, k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options).with_workspace()
+    plan = plan_sage(q, k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options)
+    plan = replace(plan, config=replace(plan.config, quantises_q=False)).with_workspace()
     kv = plan.quantize_kv(k, v)
     plan.attend(q, kv, return_lse=True)
     query, _ = plan.scratch(plan.blocks())
@@ -132,10 +134,10 @@ def test_strided_heads_and_tokens(device):
 
 
 @triton.jit
-def _quotients_kernel(x_ptr, y_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr):
+def _quotients_kernel(x_ptr, y_ptr, out_ptr, WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     row = tl.program_id(0) * M + tl.arange(0, M)
     at = row[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(out_ptr + at, quotients(tl.load(x_ptr + at), tl.load(y_ptr + row)[:, None]))
+    tl.store(out_ptr + at, quotients(tl.load(x_ptr + at), tl.load(y_ptr + row)[:, None], WIDE))
 
 
 def test_quotients_are_rounded_as_divisions(device):
@@ -150,8 +152,41 @@ def test_quotients_are_rounded_as_divisions(device):
     x[:, 48:] = y[:, None] * (torch.rand(1024, 16, generator=random) * 254 - 127)
     out = torch.empty_like(x, device=device)
     args = (x.to(device), y.to(device), out)
-    launch(_quotients_kernel, (32, 1, 1), args, {"M": 32, "N": 64}, LaunchOptions(enable_fp_fusion=False))
+    sizes = {"WIDE": True, "M": 32, "N": 64}
+    launch(_quotients_kernel, (32, 1, 1), args, sizes, LaunchOptions(enable_fp_fusion=False))
     assert torch.equal(out.cpu(), x / y[:, None])
+
+
+@pytest.mark.parametrize("most", [7.0, 127.0, 240.0, 448.0])
+def test_quotients_of_numbers_of_16_bits(most, device):
+    """All of them but for powers of two, by all descales and by the largest one."""
+    x = torch.cat([1 + torch.arange(1024) / 1024, -1 - torch.arange(1024) / 1024])
+    y = x[:1024] / most
+    y[-1] = 3.4028234663852886e38 / most * (1 - 2.0**-23)
+    x = x.expand(1024, 2048).contiguous()
+    x[-1] *= 2.0**120
+    out = torch.empty_like(x, device=device)
+    args, sizes = (x.to(device), y.to(device), out), {"WIDE": False, "M": 64, "N": 2048}
+    launch(_quotients_kernel, (16, 1, 1), args, sizes, LaunchOptions(enable_fp_fusion=False))
+    assert torch.equal(out.cpu(), x / y[:, None])
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("granularity", ["per_warp", "per_thread"])
+@pytest.mark.parametrize("qk_dtype", PRECISIONS)
+def test_attention_quantises_q_to_the_same_bits(qk_dtype, granularity, ragged, device):
+    q, k, v, starts_q, starts_k = (RAGGED if ragged else DENSE).build(device)
+    options = {"qk_dtype": qk_dtype, "q_granularity": granularity, "causal": "bottom_right"}
+    plan = plan_sage(q, k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options)
+    found = []
+    for quantises in (False, True):
+        own = replace(plan, config=replace(plan.config, quantises_q=quantises))
+        assert ("q_codes" in blocks_of_queries(own, own.shape, lse=False)) is not quantises
+        found.append(own.run(q, k, v))
+    assert torch.equal(*found)
+    smoothed = plan.options._replace(smooth_k=False)
+    assert attention_quantises(replace(own, options=smoothed), lse=True)
+    assert not attention_quantises(own, lse=True)
 
 
 @pytest.mark.parametrize("qk_dtype", PRECISIONS)

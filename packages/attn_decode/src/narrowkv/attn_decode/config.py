@@ -477,8 +477,7 @@ def _shipped_config(
     if not (split or tokens_per_split or batch_invariant) and block_m == 16:
         unsplit = _unsplit(target, shape, k_format, target.compute_units * RESIDENT // head_programs)
     facts["second_wave"] = unsplit is not None and 1.5 < shape.batch / (units * RESIDENT) <= 2
-    crowded = shape.batch > units * RESIDENT and not batch_invariant
-    facts |= {"kv_heads": shape.num_kv_heads, "crowded": crowded}
+    facts["kv_heads"] = shape.num_kv_heads
     tile = _tile_of(target, shape, facts, units, batch_invariant)
     block_n, slots = tile.block_n, max(1, int(units * tile.resident))
     if tile.most_splits:

@@ -192,7 +192,7 @@ SHORT_ROWS = (
 )  # fmt: skip
 
 # Other calls on NVIDIA in tiles of 16 and 32 rows, with heads of at most 256 channels. Facts besides:
-# second_wave, kv_heads; crowded: more sequences than eight programs a unit serve at once.
+# second_wave, kv_heads.
 _ONE_TOKEN_OF_FP8 = {"target": "sm90", "cache": "fp8", "block_m": 16, "q_len": 1}
 _BY_REGISTERS = (
     "Each quarter of a multiprocessor has 16,384 registers for its programs of one warp, which take 128 with "
@@ -213,17 +213,13 @@ LARGE_ROWS = (
         "and 32 of one: 96/8 heads, B256 ctx512 81.0 and 89.0 us, ctx1024 147 and 165, 32/8 heads 79.4 and "
         "87.5, 146 and 159; but 96/8 heads, ctx512, B192 60.5 and 57.2, B320 102 and 96.9"),
     ConfigRow({**_ONE_TOKEN_OF_FP8, "ratio": range(7)}, DecodeTile(32, _options(1, 3), 12), _BY_REGISTERS),
-    ConfigRow(
-        {**_ONE_TOKEN_OF_FP8, "ratio": range(13), "kv_heads": range(3, _MANY), "crowded": True},
-        DecodeTile(32, _options(1, 3, 168)),
-        "The kernel of the next row, with shares for eight programs: with shares for twelve B256 ctx2048 has "
-        "three splits of a sequence, 313 us, not 296 (H200, 96/8 heads)"),
     ConfigRow({**_ONE_TOKEN_OF_FP8, "ratio": range(13), "kv_heads": range(3, _MANY)},
         DecodeTile(32, _options(1, 3, 168), 12),
         f"{_BY_REGISTERS}. H200, 96/8 heads, with 8 programs a multiprocessor and with 12: B64 ctx8192 279 "
         "and 264 us, page 1 281 and 268; B128 ctx8192 540 and 525; B16 ctx32768 279 and 263; 64 lognormal "
         "lengths 232 and 211, 128 of them 480 and 435; 127 short sequences and one of 131072 keys 188 and "
-        "170, but 8/1 heads 45.0 and 47.4"),
+        "170; with shares for 8 and for 12 B200 ctx2048 275 and 254, B256 301 and 293, B320 377 and 370, 256 "
+        "lognormal lengths 289 and 279; but 8/1 heads 45.0 and 47.4"),
     ConfigRow({"head_dim": 192, "block_m": 32}, DecodeTile(32, _options(4, 2, 224), 2),
         f"{_MORE_WARPS}. Without the limit the compiler stops at 128 registers for bf16, and spills 8 bytes"),
     ConfigRow({"narrow": False}, DecodeTile(32, _options(2, 2), 4)),

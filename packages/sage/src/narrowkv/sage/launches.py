@@ -166,16 +166,23 @@ def blocks_of_statistics(plan: SageSettings, size: SageShape) -> dict[str, Block
     return found
 
 
+def attention_quantises(plan: SageSettings, lse: bool) -> bool:
+    """Whether attention quantises Q: groups lie within a tile of rows, no other kernel reads the codes."""
+    groups = plan.q_groups
+    within = groups is not None and plan.config.block_m % groups.span == 0
+    return plan.config.quantises_q and within and not plan.smooth_q and not (plan.smooth_k and lse)
+
+
 def blocks_of_queries(
     plan: SageSettings, size: SageShape, *, lse: bool = True, block_mask: torch.Tensor | None = None
 ) -> dict[str, Block]:
     """Scratch of a call's quantised Q, by name; without its block mask that of the largest one."""
     heads, rows = size.num_qo_heads, size.rows(size.q_tokens)
     blocks = rows // ROW_ALIGNMENT
-    found: dict[str, Block] = {
-        "q_codes": _codes_block(plan.qk_format, (heads, rows), size.head_dim),
-        "q_descale": (_descales(plan.q_groups, heads, rows), torch.float32),
-    }
+    found: dict[str, Block] = {}
+    if not attention_quantises(plan, lse):
+        found["q_codes"] = _codes_block(plan.qk_format, (heads, rows), size.head_dim)
+        found["q_descale"] = (_descales(plan.q_groups, heads, rows), torch.float32)
     if plan.q_groups is None:
         found["amax"] = ((1,), torch.int32)
     if size.ragged:
@@ -316,11 +323,12 @@ def _tile_lists(plan: SageSettings, sizes: tuple[int, int]) -> BoundLaunch:
     return plan.bind(_tile_lists_kernel, _LISTS, K_TILES=sizes[1] // plan.config.block_n)
 
 
-def _attention(plan: SageSettings, lse: bool, tma: bool) -> BoundLaunch:
-    config = plan.config
+def _attention(plan: SageSettings, lse: bool, tma: bool, quantises: bool) -> BoundLaunch:
+    config, format_max = plan.config, get_format(plan.qk_format).max_value
     q_tiles = 0 if plan.block_sizes is None else plan.block_sizes[0] // config.block_m
     call = SageSpec(
-        plan.shape.ragged, plan.shape.gqa_ratio, plan.shape.head_dim, plan.qk_format, plan.smooth_q,
+        plan.shape.ragged, plan.shape.gqa_ratio, plan.shape.head_dim, plan.qk_format,
+        format_max if quantises else 0, plan.smooth_q,
         plan.smooth_k and lse, lse, math.log2(get_format(config.fp8).max_value), config.two_level, tma,
         config.reread_q, config.ahead, config.block_m, config.block_n, q_tiles,
         xcd_order(plan.target.xcds, plan.shape.num_qo_heads, config.xcd_rows),
@@ -340,7 +348,9 @@ def kernels_of(plan: SageSettings) -> list[BoundLaunch]:
     found += [_mean_scores(plan)] if plan.smooth_q else []
     found += [] if plan.block_sizes is None else [_tile_lists(plan, plan.block_sizes)]
     for lse in (False, True):
-        found += [_tokens(plan, "q", shift=plan.smooth_k and lse), _attention(plan, lse, plan.config.tma)]
+        quantises = attention_quantises(plan, lse)
+        found += [] if quantises else [_tokens(plan, "q", shift=plan.smooth_k and lse)]
+        found.append(_attention(plan, lse, plan.config.tma, quantises))
     return list({id(launch): launch for launch in found}.values())
 
 
@@ -405,6 +415,8 @@ def quantise_queries(
     lse: bool,
 ) -> list[KernelLaunch | Clear]:  # fmt: skip
     """The steps that quantise `q`; `k_source` is K before its quantisation, where Q is smoothed."""
+    if attention_quantises(plan, lse):
+        return [*_find_bounds(plan, "q", size, size.q_tokens, memory)]
     heads, rows, bounds = size.num_qo_heads, size.rows(size.q_tokens), memory.get("q_bounds")
     blocks, shifts = rows // ROW_ALIGNMENT, plan.smooth_k and lse
     programs = (heads * (rows // _block(plan, "q")),)
@@ -470,8 +482,12 @@ def attend(
     lse: torch.Tensor | None,
     memory: Memory,
     block_mask: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
 ) -> KernelLaunch:
-    """Attention over the results of the pre-pass, into tensors with these strides, `lse` `[..., heads]`."""
+    """Attention over the results of the pre-pass, into tensors with these strides, `lse` `[..., heads]`.
+
+    `q` is quantised here where `attention_quantises`; without it, its codes are in `memory`.
+    """
     config = plan.config
     q_blocks, k_tiles = _sizes_of_lists(plan, size, block_mask)
     rows, k_rows = size.rows(size.q_tokens), size.rows(size.k_tokens)
@@ -489,12 +505,16 @@ def attend(
     if lse is not None:
         steps = (0 if size.ragged else lse.stride(0), lse.stride(-2), lse.stride(-1))
     tma = config.tma and k_rows > 0
-    return launch_by_name(
-        _attention(plan, lse is not None, tma), (items * tiles,),
-        query=NarrowQuery(
+    query: Any
+    if quantises := q is not None and attention_quantises(plan, lse is not None):
+        query = _strided("q", q)
+    else:
+        query = NarrowQuery(
             as_stored(memory["q_codes"], plan.qk_format), memory["q_descale"], memory.get("mean_scores"),
             memory.get("shift"), rows,
-        ),
+        )  # fmt: skip
+    return launch_by_name(
+        _attention(plan, lse is not None, tma, quantises), (items * tiles,), query=query,
         keys=NarrowKeys(
             as_stored(memory["k_codes"], plan.qk_format), as_stored(memory["v_codes"], config.fp8),
             memory["k_descale"], memory["v_descale"], k_rows,

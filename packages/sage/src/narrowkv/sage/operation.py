@@ -341,7 +341,7 @@ class SagePlan(launches.SageSettings):
         if lse is not None and options.layout == "BHSD" and lse.dim() == 3:
             lse = lse.transpose(1, 2)
         steps += launches.quantise_queries(self, size, viewed, k, memory, lse=writes_lse)
-        steps.append(launches.attend(self, size, self._viewed(out), lse, memory, mask))
+        steps.append(launches.attend(self, size, self._viewed(out), lse, memory, mask, viewed))
         return Prepared(
             launches=PreparedCall(_VALUES, steps) if q.numel() else None,
             out=(q.shape, q.dtype),

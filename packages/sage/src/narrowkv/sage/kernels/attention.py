@@ -13,7 +13,7 @@ import triton.language as tl
 from narrowkv.runtime.attention.masks import key_range, visible_keys
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
 from narrowkv.sage.kernels.blocks import entry_of, places_of, row_of
-from narrowkv.sage.kernels.quantise import SIZES
+from narrowkv.sage.kernels.quantise import SIZES, codes_of, group_descales, load_tokens
 from narrowkv.sage.kernels.sequences import (
     ALIGN,
     Sequences,
@@ -71,6 +71,7 @@ class Mask(NamedTuple):
 class SageSpec(NamedTuple):
     """Constants that a kernel is compiled with.
 
+    FORMAT_MAX: of FORMAT, where programs quantise the rows of Q that they attend; 0 where Q is `NarrowQuery`.
     SMOOTH_Q, SHIFT_LSE: what the means took out is added back, to scores and to lse.
     LOG2_P: log2 of the factor of P. TWO_LEVEL: P @ V of a tile is summed separately, then added in float32.
     TMA: K and V come by tensor descriptor. REREAD_Q: Q is not kept from the tiles without a mask for those
@@ -83,6 +84,7 @@ class SageSpec(NamedTuple):
     GQA_RATIO: Any
     HEAD_DIM: Any
     FORMAT: Any
+    FORMAT_MAX: Any
     SMOOTH_Q: Any
     SHIFT_LSE: Any
     WRITE_LSE: Any
@@ -116,10 +118,36 @@ def load_queries(query, head, first, FORMAT: tl.constexpr, HEAD_DIM: tl.constexp
     """Rows of Q in the form that `scores` takes: one tile, or for int4 one of even, one of odd channels."""
     WIDTH: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
     words = load_rows(query.ptr, head.to(tl.int64) * query.rows + first, WIDTH, BLOCK, CACHE)
+    return halves_of(words, FORMAT)
+
+
+@triton.jit
+def halves_of(words, FORMAT: tl.constexpr):
+    """Words of Q in the form that `scores` takes."""
     if FORMAT == "int4":
         return int4_halves(words)
     else:
         return (words,)
+
+
+@triton.jit
+def quantised_queries(query, seq, start, first_row, num_queries, head, DTYPE: tl.constexpr,
+                      CALL: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+    """Rows of Q, `Strided`, in the form that `scores` takes, their words as K's; and descales [BLOCK_M]."""
+    token = first_row + tl.arange(0, CALL.BLOCK_M)
+    x = load_tokens(query, seq, start, token, token < num_queries, head, CALL.HEAD_DIM)
+    _, descale = group_descales(x, CALL.FORMAT, CALL.FORMAT_MAX, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
+    words = codes_of(x, descale[:, None], CALL.FORMAT, False).to(DTYPE, bitcast=True)
+    return halves_of(words, CALL.FORMAT), descale
+
+
+@triton.jit
+def unless_zero(number, q):
+    """Tiles of Q, and zeros if `number` is zero."""
+    kept = ()
+    for i in tl.static_range(len(q)):
+        kept = kept + (tl.where(number == 0, 0, q[i].to(tl.int8, bitcast=True)).to(q[i].dtype, bitcast=True),)
+    return kept
 
 
 @triton.jit
@@ -275,6 +303,49 @@ def attend(
     return acc, m_new, l, words, v
 
 
+@triton.jit
+def attend_to_tiles(
+    begin, end, full, full_end, current, upcoming, tiles_ptr, query, head, first_row, q,
+    acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base, mean_scores, query_pos, num_keys,
+    CALL: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    """Accumulator, maximum and sum of each row over key tiles begin..end; full..full_end need no mask.
+
+    current, upcoming: the first two tiles without a mask. first_row: of the scratch of Q.
+    """
+    words, v = 0, 0
+    if CALL.AHEAD:
+        WORDS: tl.constexpr = CALL.HEAD_DIM // 2 if CALL.FORMAT == "int4" else CALL.HEAD_DIM
+        words = tl.zeros([CALL.BLOCK_N, WORDS], keys.k.dtype.element_ty)
+        v = tl.zeros([CALL.HEAD_DIM, CALL.BLOCK_N], keys.v.dtype.element_ty)
+        if full < full_end:
+            words = load_keys(keys, k_desc, kv_head, base + current * CALL.BLOCK_N, CALL)
+            v = load_values(keys, v_desc, kv_head, base + current * CALL.BLOCK_N, CALL)
+    for i in range(full, full_end):
+        this, following = i, tl.minimum(i + 1, full_end - 1)
+        if CALL.Q_TILES:
+            # Entries are loaded a tile before they are addresses.
+            this, following = current, upcoming
+            current, upcoming = upcoming, entry_of(tiles_ptr, i + 2, full, full_end)
+        acc, m, l, words, v = attend(
+            this, following, words, v, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base,
+            mean_scores, query_pos, num_keys, CALL, GROUPS, MASK, ORDER, False, CALL.AHEAD,
+        )  # fmt: skip
+    if CALL.REREAD_Q:
+        # The modifier also keeps compilers from making one load of the two.
+        q = load_queries(query, head, first_row, CALL.FORMAT, CALL.HEAD_DIM, CALL.BLOCK_M, ".cg")
+    # The key tiles on both sides need the mask: one masked loop for both.
+    for i in range(begin, end - (full_end - full)):
+        this = tl.where(i < full, i, i + (full_end - full))
+        if CALL.Q_TILES:
+            this = tl.load(tiles_ptr + this)
+        acc, m, l, _words, _v = attend(
+            this, 0, 0, 0, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base,
+            mean_scores, query_pos, num_keys, CALL, GROUPS, MASK, ORDER, True, False,
+        )  # fmt: skip
+    return acc, m, l
+
+
 @triton.jit(do_not_specialize=[*SIZES, "lse_batch", "lse_token", "lse_head", "q_blocks", "k_tiles"])
 def _sage_attention_kernel(
     query, keys, k_desc, v_desc, out, lists, q_bounds_ptr, k_bounds_ptr, qk_scale, num_heads,
@@ -284,8 +355,9 @@ def _sage_attention_kernel(
 ):  # fmt: skip
     """One program attends BLOCK_M query rows of one head. Grid: `items` times `tiles`.
 
-    An item is a query head of a sequence, of all sequences when RAGGED. `together` items go longest tile
-    first, so that the last ones leave no multiprocessor waiting; few enough to share their keys in the L2.
+    query: `NarrowQuery`, or with FORMAT_MAX `Strided`. An item is a query head of a sequence, of all
+    sequences when RAGGED. `together` items go longest tile first, so that the last ones leave no
+    multiprocessor waiting; few enough to share their keys in the L2.
     k_desc, v_desc: of K and V with their heads flattened, for TMA, or None. lists: `TileLists` of a block
     mask, or None, of q_blocks blocks of queries and k_tiles key tiles for each sequence; what lies past them
     is masked. lse_batch, lse_token, lse_head: strides of lse, the first 0 when RAGGED.
@@ -310,13 +382,21 @@ def _sage_attention_kernel(
     k_base, _, num_keys = extent_of(k_seqs, seq, CALL.RAGGED)
     kv_head = head // CALL.GQA_RATIO
     row = q_base + first_row + tl.arange(0, CALL.BLOCK_M)
-    q = load_queries(query, head, q_base + first_row, CALL.FORMAT, CALL.HEAD_DIM, CALL.BLOCK_M, "")
-    q_descale = query.descale
-    if Q_GROUPS.SPAN > 0:
-        q_descale += head.to(tl.int64) * (query.rows // Q_GROUPS.SPAN * Q_GROUPS.GROUPS)
-    row_scale = tl.load(q_descale + descale_of(row, Q_GROUPS.SPAN, Q_GROUPS.GROUPS, Q_GROUPS.RUN)) * qk_scale
-    mean_scores = query.mean_scores
+    mean_scores = 0
+    if CALL.FORMAT_MAX > 0:
+        q, row_scale = quantised_queries(
+            query, seq, q_start, first_row, num_queries, head, keys.k.dtype.element_ty, CALL, Q_GROUPS
+        )
+        row_scale *= qk_scale
+    else:
+        q = load_queries(query, head, q_base + first_row, CALL.FORMAT, CALL.HEAD_DIM, CALL.BLOCK_M, "")
+        q_descale = query.descale
+        if Q_GROUPS.SPAN > 0:
+            q_descale += head.to(tl.int64) * (query.rows // Q_GROUPS.SPAN * Q_GROUPS.GROUPS)
+        of_row = descale_of(row, Q_GROUPS.SPAN, Q_GROUPS.GROUPS, Q_GROUPS.RUN)
+        row_scale = tl.load(q_descale + of_row) * qk_scale
     if CALL.SMOOTH_Q:
+        mean_scores = query.mean_scores
         q_block = head.to(tl.int64) * (query.rows // ALIGN) + (q_base + first_row) // ALIGN
         mean_scores += q_block * keys.rows
 
@@ -339,35 +419,22 @@ def _sage_attention_kernel(
     m = tl.full([CALL.BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([CALL.BLOCK_M], tl.float32)
     acc = tl.zeros([CALL.BLOCK_M, CALL.HEAD_DIM], tl.float32)
-    words, v = 0, 0
-    if CALL.AHEAD:
-        WORDS: tl.constexpr = CALL.HEAD_DIM // 2 if CALL.FORMAT == "int4" else CALL.HEAD_DIM
-        words = tl.zeros([CALL.BLOCK_N, WORDS], keys.k.dtype.element_ty)
-        v = tl.zeros([CALL.HEAD_DIM, CALL.BLOCK_N], keys.v.dtype.element_ty)
-        if full < full_end:
-            words = load_keys(keys, k_desc, kv_head, k_base + current * CALL.BLOCK_N, CALL)
-            v = load_values(keys, v_desc, kv_head, k_base + current * CALL.BLOCK_N, CALL)
-    for i in range(full, full_end):
-        this, following = i, tl.minimum(i + 1, full_end - 1)
-        if CALL.Q_TILES:
-            # Entries are loaded a tile before they are addresses.
-            this, following = current, upcoming
-            current, upcoming = upcoming, entry_of(tiles_ptr, i + 2, full, full_end)
-        acc, m, l, words, v = attend(
-            this, following, words, v, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base,
-            mean_scores, query_pos, num_keys, CALL, K_GROUPS, MASK, ORDER, False, CALL.AHEAD,
-        )  # fmt: skip
-    if CALL.REREAD_Q:
-        # The modifier also keeps compilers from making one load of the two.
-        q = load_queries(query, head, q_base + first_row, CALL.FORMAT, CALL.HEAD_DIM, CALL.BLOCK_M, ".cg")
-    # The key tiles on both sides need the mask: one masked loop for both.
-    for i in range(begin, end - (full_end - full)):
-        this = tl.where(i < full, i, i + (full_end - full))
-        if CALL.Q_TILES:
-            this = tl.load(tiles_ptr + this)
-        acc, m, l, _words, _v = attend(
-            this, 0, 0, 0, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base,
-            mean_scores, query_pos, num_keys, CALL, K_GROUPS, MASK, ORDER, True, False,
+    if CALL.FORMAT_MAX > 0:
+        # A product takes Q from registers where Q was computed, from shared memory where a loop has it. So
+        # this loop carries it, once around: registers have no room for it.
+        once = tl.minimum(num_queries, 1)
+        for _ in range(once):
+            acc, m, l = attend_to_tiles(
+                begin, end, full, full_end, current, upcoming, tiles_ptr, query, head, q_base + first_row, q,
+                acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base, mean_scores, query_pos, num_keys,
+                CALL, K_GROUPS, MASK, ORDER,
+            )  # fmt: skip
+            q = unless_zero(once, q)
+    else:
+        acc, m, l = attend_to_tiles(
+            begin, end, full, full_end, current, upcoming, tiles_ptr, query, head, q_base + first_row, q,
+            acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base, mean_scores, query_pos, num_keys,
+            CALL, K_GROUPS, MASK, ORDER,
         )  # fmt: skip
 
     # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.

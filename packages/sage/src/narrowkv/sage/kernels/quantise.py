@@ -108,11 +108,12 @@ def round_to_int(x):
 
 
 @triton.jit
-def quotients(x, y):
+def quotients(x, y, WIDE: tl.constexpr):
     """Of x [M, N] over y [M, 1] or [1, N], rounded as a division rounds; 0 where y is NaN. x is finite.
 
     A multiplication by the reciprocal and two corrections, whose remainders are exact (Markstein, IBM J. Res.
-    Dev. 34, 1990): a third of the instructions of a division.
+    Dev. 34, 1990): a third of the instructions of a division. Without WIDE one correction, which is enough if
+    x has at most 11 bits and y is such a number over a format's largest one: a test divides all of them.
     """
     factor = tl.where(y < 5.421010862427522e-20, 1.8446744073709552e19, 1.0)  # 2**-64 and 2**64
     known = y == y
@@ -122,25 +123,26 @@ def quotients(x, y):
     inverse, y = tl.broadcast_to(inverse, x.shape), tl.broadcast_to(y, x.shape)
     q = x * inverse
     # Remainders with this sign keep -0.
-    q = tl.fma(-tl.fma(y, q, -x), inverse, q)
+    if WIDE:
+        q = tl.fma(-tl.fma(y, q, -x), inverse, q)
     return tl.fma(-tl.fma(y, q, -x), inverse, q)
 
 
 @triton.jit
-def codes_of(x, descale, FORMAT: tl.constexpr):
+def codes_of(x, descale, FORMAT: tl.constexpr, WIDE: tl.constexpr):
     """Of x [M, N] over descales [M, 1] or [1, N], rounded to the format as by the host; int4 two to a byte.
 
-    x is at most FORMAT_MAX times its descale, or infinite.
+    x is at most FORMAT_MAX times its descale, or infinite. WIDE: see `quotients`.
     """
     if FORMAT == "int8" or FORMAT == "int4":
         MOST: tl.constexpr = 3.4028234663852886e38
-        codes = round_to_int(quotients(tl.minimum(tl.maximum(x, -MOST), MOST), descale))
+        codes = round_to_int(quotients(tl.minimum(tl.maximum(x, -MOST), MOST), descale, WIDE))
         if FORMAT == "int4":
             low, high = tl.split(tl.reshape(codes, [x.shape[0], x.shape[1] // 2, 2]))
             codes = (low & 15) | (high << 4)
         return codes.to(tl.int8)
     else:
-        return cast_fp8(tl.where(tl.abs(x) < float("inf"), quotients(x, descale), x), FORMAT)
+        return cast_fp8(tl.where(tl.abs(x) < float("inf"), quotients(x, descale, WIDE), x), FORMAT)
 
 
 @triton.jit
@@ -320,7 +322,7 @@ def quantise_tokens(
                 )
                 index = tl.arange(0, SPANS)[:, None] * GROUPS.GROUPS + tl.arange(0, GROUPS.GROUPS)[None, :]
                 tl.store(out.descale + first + index, descale)
-            codes = codes_of(smooth, of_row[:, None], FORMAT)
+            codes = codes_of(smooth, of_row[:, None], FORMAT, SMOOTH != "none")
             WIDTH: tl.constexpr = codes.shape[1]
             at = (head.to(tl.int64) * out.rows + row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
             tl.store(out.ptr + at, codes)
@@ -368,7 +370,7 @@ def quantise_values(
         token = block * BLOCK - base + key_at(position, ORDER.GATHER, ORDER.LANES, ORDER.WIDTH)
         tile = load_tokens(v, seq, start, token, token < length, head, HEAD_DIM)
         descale = tl.load(descale_ptr + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
-        codes = codes_of(tile, descale[None, :], FORMAT)
+        codes = codes_of(tile, descale[None, :], FORMAT, False)
         at = (head * HEAD_DIM + d).to(tl.int64)[:, None] * rows + (block * BLOCK + position)[None, :]
         tl.store(out_ptr + at, tl.trans(codes))
 
