@@ -577,6 +577,9 @@ def _sage(case: SageCase, **options: Any) -> Scene:
         starts_q = guarded.integers("cu_seqlens_q", starts_q)
         starts_k = guarded.integers("cu_seqlens_k", starts_k)
         out, lse = guarded.nan("out", *q.shape, dtype=q.dtype), guarded.nan("lse", *q.shape[:2])
+        if "block_sizes" in options:
+            flags = torch.ones(len(case.q_lens), q.shape[1], 1, 1, dtype=torch.bool, device=guarded.device)
+            options["block_mask"] = guarded.place("block_mask", flags)
 
         def run() -> Results:
             sage_attention(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, out=out, lse=lse, **options)
@@ -697,6 +700,7 @@ def _register() -> Iterator[tuple[str, Scene]]:
     for precision in ("int8", "fp8"):
         yield f"sage, {precision}", _sage(g, qk_dtype=precision)
     yield "sage, smooth q", _sage(g, smooth_q=True, causal="bottom_right")
+    yield "sage, block mask", _sage(g, block_sizes=(128, 64))
 
 
 SCENES.update(_register())

@@ -10,9 +10,10 @@ __all__ = ["FETCH", "SUITES", "LeftOut", "Suite"]
 
 FETCH = """\
 Nothing was run: OUTSIDE must be a folder with some of these, as their repositories have them:
-  aiter/     op_tests/ and aiter/ of github.com/ROCm/aiter at e4048607 (August 2026)
+  aiter/     op_tests/ and aiter/ of github.com/ROCm/aiter at e4048607 (August 2026), and from 01077fcc
+             op_tests/triton_tests/attention/test_fp8_paged_mqa_logits.py
   FlashMLA/  tests/ of github.com/deepseek-ai/FlashMLA at 9241ae3e (April 2026)
-  vllm/      tests/kernels/attention/ of vLLM 0.32.0 (its source distribution has it)
+  vllm/      tests/kernels/ of vLLM 0.32.0 (its source distribution has it)
   triton/    python/tutorials/ and python/test/ of github.com/triton-lang/triton, as installed
   python/    what the suites import: pip install --target python einops pandas
 Then: make test-outside OUTSIDE=folder
@@ -71,6 +72,12 @@ class Suite:
 def most(limit: int) -> Callable[[int], int]:
     """Cuts a number to a limit."""
     return lambda value: min(value, limit)
+
+
+def _few_rows(config: dict[str, Any]) -> dict[str, Any]:
+    """Cuts a configuration of vLLM's top-k to three rows."""
+    cut = {"batch_size": most(2), "seq_lens": lambda lens: lens[:3]}
+    return {name: cut[name](value) if name in cut else value for name, value in config.items()}
 
 
 def short(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -143,6 +150,12 @@ SUITES: tuple[Suite, ...] = (
         {"s_q": most(61), "s_k": most(122)},
     ),
     Suite(
+        "AITER indexer logits over pages",
+        "aiter/op_tests/triton_tests/attention/test_fp8_paged_mqa_logits.py",
+        "aiter_names",
+        {"batch_size": most(3), "avg_kv_length": most(128), "context_len": most(16)},
+    ),
+    Suite(
         "FlashMLA sparse decode",
         "FlashMLA/tests/test_flash_mla_sparse_decoding.py",
         "flash_mla_names",
@@ -174,6 +187,22 @@ SUITES: tuple[Suite, ...] = (
         "vllm/tests/kernels/attention/test_triton_decode_attention.py",
         "vllm_names",
         {"B": most(2), "L": lambda length: length - 960, "CACHE_SIZE": most(1024)},
+    ),
+    Suite(
+        "vLLM indexer logits",
+        "vllm/tests/kernels/attention/test_deepgemm_attention.py",
+        "vllm_indexer_names",
+    ),
+    Suite(
+        "vLLM top-k",
+        "vllm/tests/kernels/test_top_k_per_row.py",
+        "vllm_indexer_names",
+        {"num_rows": most(32), "batch_size": most(2), "test_config": _few_rows},
+        every=3,
+        left_out=(
+            LeftOut(("test_sparse_indexer*", "test_dsv4*"), "tests of vLLM's choice of a kernel"),
+            LeftOut(("test_persistent_topk_sampled_graph",), "a CUDA graph"),
+        ),
     ),
     *(
         Suite(

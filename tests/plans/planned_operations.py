@@ -465,29 +465,38 @@ OF_MANY_SIZES: tuple[Operation, ...] = (
 )  # fmt: skip
 
 
-def _captured_prefill(kind: type[Prefill], fmt: str) -> Prefill:
+def _captured_prefill(kind: type[Prefill], fmt: str, head_dim: int = 128) -> Prefill:
     operation = "append" if kind is Append else "prefill"
-    case = PrefillCase.small(operation=operation, gqa_ratio=12, head_dim=128, format=fmt)
+    case = PrefillCase.small(operation=operation, gqa_ratio=12, head_dim=head_dim, format=fmt)
     shape = PrefillShape(
-        batch=3, num_tokens=300, max_q_len=300, num_qo_heads=24, num_kv_heads=2, head_dim=128, page_size=16,
-        max_seq_len=1712, kv_tokens=3 * 1712,
+        batch=3, num_tokens=300, max_q_len=300, num_qo_heads=24, num_kv_heads=2, head_dim=head_dim,
+        page_size=16, max_seq_len=1712, kv_tokens=3 * 1712,
     )  # fmt: skip
-    return kind(f"{operation}, {fmt}", case, shape, (((200, 60, 40), (1700, 960, 740)),))
+    return kind(f"{operation}, {fmt}, head_dim {head_dim}", case, shape, (((200, 60, 40), (1700, 960, 740)),))
 
 
-def _captured_decode(batch: int, **options: Any) -> Decode:
+def _captured_decode(batch: int, head_dim: int = 64, **options: Any) -> Decode:
     shape = DecodeShape(
-        batch=8, q_len=1, num_qo_heads=24, num_kv_heads=2, head_dim=64, page_size=16, capacity=1024
+        batch=8, q_len=1, num_qo_heads=24, num_kv_heads=2, head_dim=head_dim, page_size=16, capacity=1024
     )
-    case = DecodeCase.small(clean=True)
-    return Decode(f"decode, {batch}, {options}", case, shape, ((500, 300, 17)[:batch],), (), options)
+    case = DecodeCase.small(clean=True, head_dim=head_dim)
+    return Decode(
+        f"decode, {batch}, head_dim {head_dim}, {options}",
+        case,
+        shape,
+        ((500, 300, 17)[:batch],),
+        (),
+        options,
+    )
 
 
 # Calls that are captured in a graph.
 CAPTURED: tuple[Operation, ...] = (
     *(_captured_decode(batch, **options) for batch in (1, 3)
       for options in ({}, {"batch_invariant": True}, {"tokens_per_split": 64})),
+    _captured_decode(3, 320),
     *(_captured_prefill(kind, fmt) for kind in (Prefill, Append) for fmt in ("fp8_e4m3fn", "bf16")),
+    *(_captured_prefill(kind, "fp8_e4m3fn", 320) for kind in (Prefill, Append)),
     Sage("sage, dense", SageCase.small(), SageShape(1, 150, 150, 2, 1, 64, ragged=False),
          (((150,), (150,)),), (), {"causal": "bottom_right"}),
     Sage("sage, block mask", SageCase.small(), SageShape(1, 150, 150, 2, 1, 64, ragged=False),

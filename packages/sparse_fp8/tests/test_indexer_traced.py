@@ -153,7 +153,10 @@ def test_a_graph_is_replayed_with_other_numbers(layout: str) -> None:
     outer = plan_index_topk(topk=3, block_size=8, **sizes)
     inner = plan_index_topk(topk=TOPK, block_size=8, num_blocks=3, **sizes)
 
+    k, slots = torch.randn(2, 32, device="cuda").bfloat16(), torch.tensor([0, 3], dtype=I32, device="cuda")
+
     def step() -> torch.Tensor:
+        append_index_keys(k, inputs.keys, slots)
         logits = plan.run(inputs.q, inputs.weights, inputs.keys, **where)
         blocks = outer.run(logits, block_size=8, **bounds)
         inside = inner.run(logits, block_size=8, blocks=blocks, **bounds)
@@ -165,6 +168,7 @@ def test_a_graph_is_replayed_with_other_numbers(layout: str) -> None:
         chosen = step()
     for turn in range(3):
         inputs.weights.copy_(torch.randn_like(inputs.weights))
+        k.copy_(torch.randn_like(k))
         for vector in bounds.values():
             vector.sub_(turn)
         graph.replay()

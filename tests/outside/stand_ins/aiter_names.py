@@ -91,6 +91,8 @@ def install(folder: Path, suite: Any) -> None:
     )
     attention = "aiter.ops.triton.attention."
     add_module(attention + "fp8_mqa_logits", fp8_mqa_logits=aiter.fp8_mqa_logits)
+    paged = {"deepgemm_fp8_paged_mqa_logits": aiter.deepgemm_fp8_paged_mqa_logits}
+    add_module(attention + "pa_mqa_logits", **paged)
     types = {"get_fp8_dtypes": lambda: (torch.float8_e5m2, torch.float8_e4m3fn)}
     add_module("aiter.ops.triton.utils.types", **types)
     add_module(attention + "pa_decode_sparse", pa_decode_sparse=aiter.pa_decode_sparse)

@@ -103,7 +103,8 @@ def _latent_decode(
     lse.copy_(sums)
 
 
-def _set_random_seed(seed: int) -> None:
+def set_random_seed(seed: int) -> None:
+    """vLLM's."""
     random.seed(seed)
     torch.manual_seed(seed)
 
@@ -116,7 +117,7 @@ def install(folder: Path, suite: Any) -> None:
     add_module("vllm.platforms", current_platform=platform)
     add_module("vllm.triton_utils", tl=tl, triton=triton)
     add_module("vllm.utils.math_utils", next_power_of_2=triton.next_power_of_2, cdiv=triton.cdiv)
-    add_module("vllm.utils.torch_utils", set_random_seed=_set_random_seed)
+    add_module("vllm.utils.torch_utils", set_random_seed=set_random_seed)
     ops = "vllm.v1.attention.ops."
     # Tests of these two helpers of vLLM's kernel are left out.
     add_module(ops + "triton_attention_helpers", apply_softcap=None, compute_tile_loop_bounds=None)

@@ -223,8 +223,9 @@ _HOPPER_ROWS = (
         "heads 296, 85, 47 and 35. With scales for 32 columns, 128 tokens, 32 heads: 108, and 93 in the "
         "kernel for 64"),
     ConfigRow({"kernel": "16bit"}, SparseTile(64, _options(8, 1), stages=2, heads=64),
-        "64 heads. Q, two tiles and their numerators take 210 of 227 KB, and 226 with FP8 rows as stored; "
-        "the accumulators need two warpgroups"),
+        "64 heads. Q, two tiles and numerators of one take 202 of 227 KB, with 576 columns and with FP8 rows "
+        "as stored 226; the accumulators need two warpgroups. Latent decode, 576 columns, 128 and 40 heads: "
+        "283 and 160, tiles of 32 rows 372 and 211, the kernel for few heads 453 and 227"),
     ConfigRow({"kernel": "fused"}, SparseTile(64, _options(4, 1), stages=2, heads=64)),
 )  # fmt: skip
 
