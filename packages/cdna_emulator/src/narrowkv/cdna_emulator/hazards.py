@@ -180,7 +180,9 @@ class HazardModel:
         while todo:
             block, number = todo.pop()
             after = self.passage(block, number).state
-            following = [(blocks[block].target, self._after_branch(after))] if blocks[block].target >= 0 else []
+            following = []
+            if blocks[block].target >= 0:
+                following.append((blocks[block].target, self._after_branch(after)))
             if blocks[block].end not in ("always", "exit") and block + 1 < len(blocks):
                 following.append((block + 1, after))
             for pair in following:
