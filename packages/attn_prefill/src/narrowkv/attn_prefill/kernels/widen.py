@@ -117,7 +117,7 @@ def widen_block(
     n = first_row + tl.arange(0, BLOCK_N)
     inside = (n >= 0) & (n < kv_len)
     page_ids = first_ids
-    if first_ids is None:  # noqa: SIM114 (known to the compiler; the next is the program's)
+    if first_ids is None:  # noqa: SIM114 - a constant
         page_ids = load_page_ids(table, row_base, n, 0, kv_len - 1, SIZES.page_size)
     elif seq > 0:
         page_ids = load_page_ids(table, row_base, n, 0, kv_len - 1, SIZES.page_size)
