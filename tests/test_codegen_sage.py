@@ -13,7 +13,7 @@ from generated_code import assert_no_spills, both_targets
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
-from narrowkv.sage import SagePlan, plan_sage
+from narrowkv.sage import SagePlan, plan_sage, sage_attention
 from narrowkv.testing.cases.sage import PRECISIONS
 
 qk_dtypes = pytest.mark.parametrize("qk_dtype", PRECISIONS)
@@ -136,6 +136,22 @@ def test_block_masks_spill_nothing_on_hopper(
     q = torch.empty(1, 300, 4, 128, dtype=torch.bfloat16)
     plan = plan_sage(q, q, **{"block_sizes": block_sizes, **options})
     plan.attend(q, plan.quantize_kv(q, q), return_lse=True, block_mask=_flags(plan))
+    for kernel in sm90_code.kernels:
+        assert kernel.stack_bytes() == 0
+
+
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("causal", [None, "bottom_right"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("qk_dtype", ["int8", "fp8"])
+def test_attention_quantises_q_without_spills_on_hopper(
+    qk_dtype: str, head_dim: int, causal: str | None, ragged: bool, sm90_code: Any
+) -> None:
+    starts = torch.tensor([0, 100, 300], dtype=torch.int32) if ragged else None
+    q = torch.empty(*(() if ragged else (1,)), 300, 4, head_dim, dtype=torch.bfloat16)
+    sage_attention(q, q, q, qk_dtype=qk_dtype, causal=causal, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    assert "_quantise_tokens_kernel" not in [kernel.name for kernel in sm90_code.kernels]
     for kernel in sm90_code.kernels:
         assert kernel.stack_bytes() == 0
 

@@ -218,8 +218,9 @@ LARGE_ROWS = (
         f"{_BY_REGISTERS}. H200, 96/8 heads, with 8 programs a multiprocessor and with 12: B64 ctx8192 279 "
         "and 264 us, page 1 281 and 268; B128 ctx8192 540 and 525; B16 ctx32768 279 and 263; 64 lognormal "
         "lengths 232 and 211, 128 of them 480 and 435; 127 short sequences and one of 131072 keys 188 and "
-        "170; with shares for 8 and for 12 B200 ctx2048 275 and 254, B256 301 and 293, B320 377 and 370, 256 "
-        "lognormal lengths 289 and 279; but 8/1 heads 45.0 and 47.4"),
+        "170; with shares for 8 and for 12 B200 ctx2048 279 and 257, B256 303 and 300, ctx4096 586 and 547, "
+        "ctx8192 1141 and 1048, 256 lognormal lengths 294 and 283, but B256 ctx1500 229 and 234, and 8/1 "
+        "heads 45.0 and 47.4"),
     ConfigRow({"head_dim": 192, "block_m": 32}, DecodeTile(32, _options(4, 2, 224), 2),
         f"{_MORE_WARPS}. Without the limit the compiler stops at 128 registers for bf16, and spills 8 bytes"),
     ConfigRow({"narrow": False}, DecodeTile(32, _options(2, 2), 4)),
