@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from narrowkv.attn_decode.kernels import tiles
 from narrowkv.paged_cache.kernels import outputs, pages, queries
 from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR
-from narrowkv.quant import device
+from narrowkv.quant import device, device_fp4_registers
 from narrowkv.runtime.attention import results, softmax
 from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
 
@@ -41,7 +41,7 @@ store_partial_result = in_gluon(results.store_partial_result)
 softmax_step = in_gluon(softmax.softmax_step)
 multiply_values = in_gluon(softmax.multiply_values)
 e8m0_to_fp32 = in_gluon(device.e8m0_to_fp32)
-widen_parts = in_gluon(device.widen_parts)
+widen_words = in_gluon(device_fp4_registers.widen_words)
 
 _HALF = gl.constexpr(64)  # rows of a warpgroup
 _LEAST_SCALE = gl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
@@ -50,7 +50,8 @@ _LEAST_SCALE = gl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
 class WidenedRing(NamedTuple):
     """Tiles of K or V in shared memory: as stored, in 16 bits, and which of the latter are there or free.
 
-    nan_keys: of V, which keys of a 16-bit tile had a NaN, in tiles that some row does not see whole.
+    nan_keys: of V, which keys of a 16-bit tile had a NaN, in tiles that some row does not see whole, of which
+        a task has two at most; none at first.
     factor: what a 16-bit tile is still to be multiplied by, for each row of a warpgroup; None for 1.
     """
 
@@ -134,6 +135,7 @@ def _make_ring(
         else None,
     )
     for stage in gl.static_range(STAGES):
+        ring.nan_keys.index(stage).store(gl.zeros([BLOCK_N], gl.int32, _keys_layout(gl.num_warps())))
         mbarrier.init(ring.filled.index(stage), count=1)
         mbarrier.init(ring.emptied.index(stage), count=2)
     return ring
@@ -141,9 +143,9 @@ def _make_ring(
 
 @gluon.jit
 def _masked_tiles(task, Q_LEN: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many tiles of a task, its last ones, some row does not see whole; at least one if there are any."""
+    """How many tiles of a task, its last ones, some row does not see whole; 0 or less if there are none."""
     full_end = gl.maximum(task.kv_len - Q_LEN + 1, 0) // BLOCK_N
-    return gl.minimum(gl.maximum(task.end - full_end, 1), task.end - task.begin)
+    return gl.minimum(task.end - full_end, task.end - task.begin)
 
 
 @gluon.jit
@@ -217,7 +219,7 @@ def _widen_fp4_tile(ring, i, narrow_stage, scales, confine, STORED: gl.constexpr
     """
     STAGES: gl.constexpr = ring.tiles.shape[0]
     BLOCK_N: gl.constexpr = ring.tiles.shape[1]
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [gl.num_warps(), 1], [1, 0])
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [gl.num_warps(), 1], [1, 0])
     stage = i % STAGES
     is_nan = scales == 255
     top = gl.max(gl.where(is_nan, 0, scales), 0)
@@ -226,14 +228,13 @@ def _widen_fp4_tile(ring, i, narrow_stage, scales, confine, STORED: gl.constexpr
     if confine:
         ring.nan_keys.index(stage).store(is_nan.to(gl.int32))
         relative = gl.where(is_nan, 0, relative)
-    relative = relative.to(gl.int16).to(gl.float16, bitcast=True)
-    relative = gl.convert_layout(relative, gl.SliceLayout(1, WORDS))[:, None]
+    relative = gl.convert_layout(relative * 0x10001, gl.SliceLayout(1, WORDS))
     words = reinterpret(
-        ring.narrow.index(narrow_stage), gl.int16, [BLOCK_N, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ring.narrow.index(narrow_stage), gl.int32, [BLOCK_N, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ).load(WORDS)
-    a, b, c, d = widen_parts(words, STORED.format, STORED.route, gl.float16, 4)
-    pairs = gl.join(gl.join(a * relative, c * relative), gl.join(b * relative, d * relative))
-    ring.tiles.index(stage).store(gl.reshape(pairs, [BLOCK_N, 128]))
+    a, b, c, d = widen_words(words, gl.zeros_like(words) + relative[:, None])
+    pairs = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [BLOCK_N, 64])
+    reinterpret(ring.tiles.index(stage), gl.int32, [BLOCK_N, 64], gl.NVMMASharedLayout(128, 32)).store(pairs)
     ring.factor.index(stage).store(
         gl.full([_HALF], 2.0**-15, gl.float32, _keys_layout(gl.num_warps())) * e8m0_to_fp32(top)
     )
@@ -430,7 +431,7 @@ def _attend_half(
     acc = gl.zeros([_HALF, 128], gl.float32, O)
     num_tiles = task.end - task.begin
     if num_tiles > 0:
-        masked = _masked_tiles(task, SIZES.q_len, BLOCK_N)
+        masked = gl.maximum(_masked_tiles(task, SIZES.q_len, BLOCK_N), 1)
         s = warpgroup_mma_wait(0, deps=(_issue_scores(q_tile, k_ring, 0),))
         row_scale = _row_scale(scale, k_ring, 0, S)
         mbarrier.arrive(k_ring.emptied.index(0))
@@ -552,5 +553,5 @@ def _tall_decode_kernel(
             ),
         ],
         worker_num_warps=[4, 4],
-        worker_num_regs=[216, 72],
+        worker_num_regs=[208, 88] if K.factors or V.factors else [216, 72],
     )  # fmt: skip
