@@ -124,14 +124,14 @@ def test_widened_values_do_not_pass_through_shared_memory(changes: dict[str, Any
 )
 def test_no_product_is_32_columns_wide(changes: dict[str, Any], sm90_code: Any) -> None:
     """Triton 3.6 gets those wrong beside wider ones."""
-    attend = _decode(sm90_code, 1024, 4, q_len=8, **changes)[0]
+    attend = _decode(sm90_code, 32768, q_len=8, **changes)[0]
     assert "HGMMA.64x32" not in attend.machine_code()
 
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("fmt", "most"), [(K8V4, 1000), ("fp4_e2m1", 1130)], ids=str)
 def test_factors_of_keys_are_not_loaded_by_every_thread(fmt: Any, most: int, sm90_code: Any) -> None:
-    attend = _decode(sm90_code, 1024, 4, q_len=8, format=fmt)[0]
+    attend = _decode(sm90_code, 32768, q_len=8, format=fmt)[0]
     loop = attend.product_loops()[0]
     assert sum(bool(re.search(r"\bLDG\b", text)) for text in loop) <= 12
     assert len(loop) <= most

@@ -133,6 +133,33 @@ def test_a_plan_interprets_no_kernel_that_it_compiled():
     assert kernels == ["_tall_decode_kernel", "_paged_decode_kernel"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window_left": 9}, {"logits_soft_cap": 30.0}, {"tree": "star"}, {"head_dim": 64}, {"q_len": 5},
+        {"format": "fp8_e5m2"}, {"format": "int8"}, {"format": "bf16"}, {"q_dtype": torch.float8_e4m3fn},
+        {"format": "fp4_e2m1", "scale_format": "e4m3"}, {"format": "fp4_e2m1", "scale_group": 32},
+        {"granularity": "token_head"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_calls_on_hopper_take_the_kernel_of_all_targets(changes):
+    inputs = TALL(lens=(40,), **changes).inputs()
+    with executing(LaunchRecorder("sm90")) as recorder:
+        inputs.call(inputs.plan(split="none"))
+    assert [launch.kernel.__name__ for launch in recorder.launches] == ["_paged_decode_kernel"]
+
+
+def test_the_kernel_of_a_batch_invariant_plan_does_not_depend_on_the_batch():
+    names = set()
+    with executing(LaunchRecorder("sm90")):
+        for batch in (1, 16, 64):
+            inputs = TALL(lens=(40,) * batch).inputs()
+            plan = inputs.plan(max_seq_len=8192, batch_invariant=True)
+            names |= {bound.kernel.__name__ for bound in plan.kernels(inputs.cache)}
+    assert names == {"_paged_decode_kernel", "_merge_splits_kernel"}
+
+
 @pytest.mark.parametrize("q_len", [2, 4])
 @pytest.mark.parametrize("window_left", [-1, 0, 9, 1000])
 def test_tokens_are_causal_among_themselves_inside_a_window(q_len, window_left, device):

@@ -44,6 +44,34 @@ _VALUES = tl.constexpr(
     + _store(8)
     + "}"
 )
+# Eight nibbles of a word to four pairs of neighbours, by E4M3 as above.
+_NEIGHBOURS = tl.constexpr(
+    """
+    {
+        .reg .b32 e, o, m;
+        .reg .b16 lo, hi;
+        shl.b32 e, $4, 4;
+        shl.b32 m, $4, 2;
+        and.b32 m, m, 0x1C1C1C1C;
+        lop3.b32 e, e, 0x80808080, m, 0xEA;
+        shr.b32 m, $4, 2;
+        and.b32 m, m, 0x1C1C1C1C;
+        lop3.b32 o, $4, 0x80808080, m, 0xEA;
+        prmt.b32 m, e, o, 0x5140;
+        mov.b32 {lo, hi}, m;
+        cvt.rn.f16x2.e4m3x2 $0, lo;
+        cvt.rn.f16x2.e4m3x2 $1, hi;
+        prmt.b32 m, e, o, 0x7362;
+        mov.b32 {lo, hi}, m;
+        cvt.rn.f16x2.e4m3x2 $2, lo;
+        cvt.rn.f16x2.e4m3x2 $3, hi;
+        mul.f16x2 $0, $0, $5;
+        mul.f16x2 $1, $1, $5;
+        mul.f16x2 $2, $2, $5;
+        mul.f16x2 $3, $3, $5;
+    }
+    """
+)
 _KEYS_CONSTRAINTS = tl.constexpr("=&h," * 8 + "r,r")
 _VALUES_CONSTRAINTS = tl.constexpr("=&h," * 16 + "r,r,r")
 
@@ -95,6 +123,27 @@ def widen_values(words, words_next, factors):
         is_pure=True,
         pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def widen_words(words, factor):
+    """Widens FP4 words (int32) and multiplies them by a factor; results are 2**-6 of the values.
+
+    Args:
+        words: eight elements each.
+        factor: the factor as float16, in both halves of an int32.
+
+    Returns:
+        Int32 of two float16 each: elements 0 and 1, 2 and 3, 4 and 5, 6 and 7.
+    """
+    return tl.inline_asm_elementwise(
+        _NEIGHBOURS,
+        "=&r,=&r,=&r,=&r,r,r",
+        [words, factor],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

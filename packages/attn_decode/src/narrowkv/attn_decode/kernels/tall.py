@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from narrowkv.attn_decode.kernels import tiles
 from narrowkv.paged_cache.kernels import outputs, pages, queries
 from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR
-from narrowkv.quant import device
+from narrowkv.quant import device, device_fp4_registers
 from narrowkv.runtime.attention import results, softmax
 from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
 
@@ -41,7 +41,7 @@ store_partial_result = in_gluon(results.store_partial_result)
 softmax_step = in_gluon(softmax.softmax_step)
 multiply_values = in_gluon(softmax.multiply_values)
 e8m0_to_fp32 = in_gluon(device.e8m0_to_fp32)
-widen_parts = in_gluon(device.widen_parts)
+widen_words = in_gluon(device_fp4_registers.widen_words)
 
 _HALF = gl.constexpr(64)  # rows of a warpgroup
 _LEAST_SCALE = gl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
@@ -50,8 +50,9 @@ _LEAST_SCALE = gl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
 class WidenedRing(NamedTuple):
     """Tiles of K or V in shared memory: as stored, in 16 bits, and which of the latter are there or free.
 
-    nan_keys: of V, which keys of a 16-bit tile had a NaN, in tiles that some row does not see whole.
-    factor: what a 16-bit tile is still to be multiplied by, for each row of a warpgroup; None for 1.
+    nan_keys: of V, which keys of a 16-bit tile had a NaN, in tiles that some row does not see whole, of which
+        a task has two at most; none at first.
+    factor: what a 16-bit tile is still to be multiplied by; None for 1.
     """
 
     narrow: Any
@@ -129,11 +130,12 @@ def _make_ring(
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.float32, [STAGES, _HALF], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         if STORED.factors
         else None,
     )
     for stage in gl.static_range(STAGES):
+        ring.nan_keys.index(stage).store(gl.zeros([BLOCK_N], gl.int32, _keys_layout(gl.num_warps())))
         mbarrier.init(ring.filled.index(stage), count=1)
         mbarrier.init(ring.emptied.index(stage), count=2)
     return ring
@@ -141,9 +143,9 @@ def _make_ring(
 
 @gluon.jit
 def _masked_tiles(task, Q_LEN: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many tiles of a task, its last ones, some row does not see whole; at least one if there are any."""
+    """How many tiles of a task, its last ones, some row does not see whole; 0 or less if there are none."""
     full_end = gl.maximum(task.kv_len - Q_LEN + 1, 0) // BLOCK_N
-    return gl.minimum(gl.maximum(task.end - full_end, 1), task.end - task.begin)
+    return gl.minimum(task.end - full_end, task.end - task.begin)
 
 
 @gluon.jit
@@ -217,7 +219,7 @@ def _widen_fp4_tile(ring, i, narrow_stage, scales, confine, STORED: gl.constexpr
     """
     STAGES: gl.constexpr = ring.tiles.shape[0]
     BLOCK_N: gl.constexpr = ring.tiles.shape[1]
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [gl.num_warps(), 1], [1, 0])
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [gl.num_warps(), 1], [1, 0])
     stage = i % STAGES
     is_nan = scales == 255
     top = gl.max(gl.where(is_nan, 0, scales), 0)
@@ -226,17 +228,15 @@ def _widen_fp4_tile(ring, i, narrow_stage, scales, confine, STORED: gl.constexpr
     if confine:
         ring.nan_keys.index(stage).store(is_nan.to(gl.int32))
         relative = gl.where(is_nan, 0, relative)
-    relative = relative.to(gl.int16).to(gl.float16, bitcast=True)
-    relative = gl.convert_layout(relative, gl.SliceLayout(1, WORDS))[:, None]
+    relative = gl.convert_layout(relative * 0x10001, gl.SliceLayout(1, WORDS))
     words = reinterpret(
-        ring.narrow.index(narrow_stage), gl.int16, [BLOCK_N, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ring.narrow.index(narrow_stage), gl.int32, [BLOCK_N, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ).load(WORDS)
-    a, b, c, d = widen_parts(words, STORED.format, STORED.route, gl.float16, 4)
-    pairs = gl.join(gl.join(a * relative, c * relative), gl.join(b * relative, d * relative))
-    ring.tiles.index(stage).store(gl.reshape(pairs, [BLOCK_N, 128]))
-    ring.factor.index(stage).store(
-        gl.full([_HALF], 2.0**-15, gl.float32, _keys_layout(gl.num_warps())) * e8m0_to_fp32(top)
-    )
+    a, b, c, d = widen_words(words, gl.zeros_like(words) + relative[:, None])
+    pairs = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [BLOCK_N, 64])
+    reinterpret(ring.tiles.index(stage), gl.int32, [BLOCK_N, 64], gl.NVMMASharedLayout(128, 32)).store(pairs)
+    factor = gl.full([1], 2.0**-15, gl.float32, _keys_layout(gl.num_warps())) * e8m0_to_fp32(top)
+    ring.factor.index(stage).store(factor)
     fence_async_shared()
     gl.barrier()
     mbarrier.arrive(ring.filled.index(stage))
@@ -353,16 +353,22 @@ def _issue_values(p, acc, ring, i):
 
 
 @gluon.jit
-def _row_scale(scale, k_ring, i, ROWS: gl.constexpr):
-    """What the scores of the i-th tile of K are still to be multiplied by, for each row; positive."""
-    if k_ring.factor is None:
-        return gl.full([_HALF], 1.0, gl.float32, ROWS) * scale
-    else:
-        return k_ring.factor.index(i % k_ring.tiles.shape[0]).load(ROWS) * scale + _LEAST_SCALE
+def _factor_of_tile(ring, i):
+    """What the ring's i-th tile is still to be multiplied by, once it is there."""
+    factor = ring.factor.index(i % ring.tiles.shape[0]).load(_keys_layout(gl.num_warps()))
+    return gl.max(factor, 0)
 
 
 @gluon.jit
-def _softmax_of_tile(s, m, l, largest, row_scale, v_ring, i, first_key, high, MASKED: gl.constexpr):
+def _scale_of_tile(scale, k_ring, i):
+    """What the scores of the i-th tile of K are still to be multiplied by; positive."""
+    if k_ring.factor is not None:
+        scale = scale * _factor_of_tile(k_ring, i) + _LEAST_SCALE
+    return scale
+
+
+@gluon.jit
+def _softmax_of_tile(s, m, l, largest, scale, v_ring, i, first_key, high, MASKED: gl.constexpr):
     """P as the left operand of the next product, the correction factor of earlier sums, new m, l and largest.
 
     largest: the largest factor of a tile of V so far; P and sums of values are in units of it.
@@ -373,15 +379,16 @@ def _softmax_of_tile(s, m, l, largest, row_scale, v_ring, i, first_key, high, MA
     if MASKED:
         keys = first_key + gl.arange(0, s.shape[1], KEYS)
         s = gl.where(keys[None, :] <= high[:, None], s, float("-inf"))
-    p, m, l, correction = softmax_step(s, m, l, row_scale)
+    p, m, l, correction = softmax_step(s, m, l, gl.full_like(m, 1.0) * scale)
     if MASKED or v_ring.factor is not None:
         mbarrier.wait(v_ring.filled.index(i % STAGES), (i // STAGES) & 1)
     if v_ring.factor is not None:
-        factor = v_ring.factor.index(i % STAGES).load(m.type.layout)
-        larger = gl.maximum(largest, factor)
-        p *= (factor / larger)[:, None]
-        correction *= largest / larger
-        largest = larger
+        factor = _factor_of_tile(v_ring, i)
+        if factor > largest:
+            correction *= largest / factor
+            largest = factor
+        elif factor < largest:
+            p *= factor / largest
     if MASKED:
         is_nan = v_ring.nan_keys.index(i % STAGES).load(KEYS) != 0
         p = gl.where(is_nan[None, :] & (keys[None, :] <= high[:, None]), float("nan"), p)
@@ -402,10 +409,10 @@ def _attend_tiles(
         values = _issue_values(p, acc, v_ring, i - 1)
         # Marks of keys take the registers of the last P, which its product holds until it has ended.
         s = warpgroup_mma_wait(0 if MASKED else 1, deps=(scores,))
-        row_scale = _row_scale(scale, k_ring, i, m.type.layout)
+        tile_scale = _scale_of_tile(scale, k_ring, i)
         mbarrier.arrive(k_ring.emptied.index(i % K_STAGES))
         p, correction, m, l, largest = _softmax_of_tile(
-            s, m, l, largest, row_scale, v_ring, i, (task.end - 1 - i) * BLOCK_N, high, MASKED
+            s, m, l, largest, tile_scale, v_ring, i, (task.end - 1 - i) * BLOCK_N, high, MASKED
         )
         # Named here, the softmax is not put off until after the wait.
         acc, p, correction, m, l = warpgroup_mma_wait(0, deps=(values, p, correction, m, l))
@@ -426,16 +433,16 @@ def _attend_half(
     high = task.kv_len - SIZES.q_len + (HALF * _HALF + gl.arange(0, _HALF, S)) // SIZES.gqa_ratio
     m = gl.full([_HALF], float("-inf"), gl.float32, S)
     l = gl.zeros([_HALF], gl.float32, S)
-    largest = gl.full([_HALF], LEAST_FACTOR, gl.float32, S)
+    largest = gl.to_tensor(LEAST_FACTOR)
     acc = gl.zeros([_HALF, 128], gl.float32, O)
     num_tiles = task.end - task.begin
     if num_tiles > 0:
-        masked = _masked_tiles(task, SIZES.q_len, BLOCK_N)
+        masked = gl.maximum(_masked_tiles(task, SIZES.q_len, BLOCK_N), 1)
         s = warpgroup_mma_wait(0, deps=(_issue_scores(q_tile, k_ring, 0),))
-        row_scale = _row_scale(scale, k_ring, 0, S)
+        tile_scale = _scale_of_tile(scale, k_ring, 0)
         mbarrier.arrive(k_ring.emptied.index(0))
         p, _correction, m, l, largest = _softmax_of_tile(
-            s, m, l, largest, row_scale, v_ring, 0, (task.end - 1) * BLOCK_N, high, True
+            s, m, l, largest, tile_scale, v_ring, 0, (task.end - 1) * BLOCK_N, high, True
         )
         p, acc, m, l, largest = _attend_tiles(
             p, acc, m, l, largest, q_tile, k_ring, v_ring, scale, high, task, 1, masked, True
@@ -447,7 +454,7 @@ def _attend_half(
     m = gl.convert_layout(m, gl.SliceLayout(1, O))
     l = gl.convert_layout(l, gl.SliceLayout(1, O))
     if V.factors:
-        acc, m, l = multiply_values(acc, m, l, gl.convert_layout(largest, gl.SliceLayout(1, O)))
+        acc, m, l = multiply_values(acc, m, l, largest)
     rows = HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, O))
     row_mask = rows < SIZES.q_len * SIZES.gqa_ratio
     write = task.num_splits == 1
@@ -527,7 +534,7 @@ def _tall_decode_kernel(
     scale = _load_half(io, k_descale, task, q_tiles.index(0), qk_scale, 0, SIZES, K)
     other_scale = _load_half(io, k_descale, task, q_tiles.index(1), qk_scale, 1, SIZES, K)
     out = OutputRows(io.o, io.lse, io.sinks, io.o_token, io.o_head, io.lse_token, io.o_scale)
-    k_ring = _make_ring(BLOCKS.n, 1, 2, K)
+    k_ring = _make_ring(BLOCKS.n, 2 if V.factors else 1, 2, K)
     v_ring = _make_ring(BLOCKS.n, 2, 2, V)
     fence_async_shared()
     gl.warp_specialize(
@@ -552,5 +559,5 @@ def _tall_decode_kernel(
             ),
         ],
         worker_num_warps=[4, 4],
-        worker_num_regs=[216, 72],
+        worker_num_regs=[208, 88] if K.factors or V.factors else [216, 72],
     )  # fmt: skip
