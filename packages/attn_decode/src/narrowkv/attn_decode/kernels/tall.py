@@ -471,7 +471,7 @@ def _attend_half(
             if size > 0:
                 acc, m, l = merge_partial_results(
                     workspace, acc, m, l, first_slot, size * step, gl.cdiv(task.num_splits, size), row_mask,
-                    _HALF, 128, 1,
+                    _HALF, 128,
                 )  # fmt: skip
             write = size > 0
     if write:

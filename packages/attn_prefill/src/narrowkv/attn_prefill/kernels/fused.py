@@ -158,7 +158,7 @@ def attend_with_next_scores(
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _fused_prefill_kernel(
-    cache, table, q, out, workspace, qk_scale, out_scale, soft_cap,
+    workspace, q, out, cache, table, qk_scale, out_scale, soft_cap,
     batch, num_tokens, max_q_len, least_len, most_len, table_row, num_ids, max_pages, num_splits,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip

@@ -58,12 +58,11 @@ def is_last_program(workspace, counter, num_splits, SETTLE: tl.constexpr):
 
 @triton.jit
 def merge_partial_results(workspace, acc, m, l, first_slot, step, num_splits, row_mask, BLOCK_M: tl.constexpr,
-                          BLOCK_D: tl.constexpr, UNROLL: tl.constexpr = 1):  # fmt: skip
+                          BLOCK_D: tl.constexpr):  # fmt: skip
     """The state of a tile's rows, merged from the slots first_slot, first_slot + step, ... of a workspace.
 
     Args:
         acc, m, l: any state; only shapes and layouts are taken from it.
-        UNROLL: splits that are loaded at once.
     """
     r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     m = tl.zeros_like(m) + float("-inf")
@@ -74,7 +73,7 @@ def merge_partial_results(workspace, acc, m, l, first_slot, step, num_splits, ro
     l = tl.zeros_like(l)
     acc = tl.zeros_like(acc)
     # The maximum is known, so that the terms are independent and their loads overlap.
-    for i in tl.range(0, num_splits, loop_unroll_factor=UNROLL):
+    for i in tl.range(0, num_splits, loop_unroll_factor=1):
         slot = (first_slot + i * step).to(tl.int64)
         weight = tl.exp2(tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe)
         l += tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg") * weight
