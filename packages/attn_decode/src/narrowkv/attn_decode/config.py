@@ -17,7 +17,7 @@ from narrowkv.runtime.choices import choice_for
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.launch.workspace import MOST_COUNTERS
-from narrowkv.runtime.targets import WARPGROUP_ROWS, Target
+from narrowkv.runtime.targets import CACHE_LINE, WARPGROUP_ROWS, Target
 from narrowkv.runtime.tuned import size_class, tuned_choice
 
 SCALED_DOT_DEPTH = 128  # v_mfma_scale_f32_16x16x128_f8f6f4; a shorter dot is lowered to bf16
@@ -197,7 +197,6 @@ def rows_of_tile(target: Target, rows: int, *, fast: bool, head_dim: int) -> int
     return min(_CLOCKS_OF_ROWS, key=lambda most: -(-rows // most) * _CLOCKS_OF_ROWS[most])
 
 
-_LINE = 128  # bytes of a cache line
 # Keys of sequences that may be of any lengths without a program's share being far from even.
 _SHORT = 1024
 # Batch-invariant splits: small enough that one long sequence occupies a device, and few enough that the
@@ -424,7 +423,7 @@ def _xcd_items(target: Target, shape: DecodeShape, row_blocks: int, formats: tup
     bits = min(
         get_format(name).bits * dim for name, dim in zip(formats, (shape.head_dim, shape.v_dim), strict=True)
     )
-    return int(target.xcds > 1 and (blocks or bits < 8 * _LINE))
+    return int(target.xcds > 1 and (blocks or bits < 8 * CACHE_LINE))
 
 
 def _merging(

@@ -157,9 +157,10 @@ class Operation:
 
 
 def refuse_containers(given: Any, values: slice) -> None:
-    """Names the keyword of a call that is a list or another container, where one value is expected.
+    """Raises an error that names a keyword with a list or another unhashable value.
 
-    Calls are looked up by these values, so that such a keyword fails before its own check.
+    Calls are looked up in a dictionary by the values of their keywords. The look-up fails for such a value
+    before the keyword's own check has run, and does not name it.
 
     Args:
         given: the arguments, a named tuple.

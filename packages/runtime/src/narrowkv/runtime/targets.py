@@ -34,6 +34,8 @@ __all__ = [
     "least_columns",
 ]
 
+# Bytes of a cache line of the L2.
+CACHE_LINE = 128
 # Rows of a tile from which NVIDIA's warpgroups multiply it: all four warps issue one product together.
 WARPGROUP_ROWS = 64
 

@@ -278,7 +278,7 @@ def _paged_decode_kernel(
                 first_slot = first_item * HEAD_PROGRAMS + head_program
                 size = splits_to_merge(
                     workspace, acc, m, l, first_slot, HEAD_PROGRAMS, split, num_splits, merge, row_mask,
-                    BLOCKS.m, BLOCKS.d,
+                    BLOCKS.m, BLOCKS.d, BLOCKS.m < 64,
                 )  # fmt: skip
                 if size == 0:
                     return

@@ -1,4 +1,4 @@
-"""Decode of 65 to 128 rows over E4M3 on Hopper: two warpgroups attend, a third widens K and V for both.
+"""Decode of 65 to 128 rows over E4M3 and FP4 on Hopper: two warpgroups attend, a third widens for both.
 
 Each attending warpgroup has 64 rows. It issues the scores of the next key tile, then P @ V of the current
 one, and computes the next softmax while the matrix unit works: the overlap of FlashAttention-3 (Shah et al.,
@@ -212,7 +212,7 @@ def _load_scales(
 
 
 @gluon.jit
-def _widen_fp4_tile(ring, i, narrow_stage, scales, confine, STORED: gl.constexpr):
+def _widen_fp4_tile(ring, i, narrow_stage, scales, confine):
     """Widens the i-th tile of FP4 times 2**15 over the largest scale of its keys, once there is room.
 
     A key whose scale is 2**-29 of the largest or less becomes 0. NaN is confined as by `_confine_nans`.
@@ -301,9 +301,9 @@ def _widen_tiles(
         if K.factors or V.factors:
             scale_ids = load_page_ids(table, row_base, keys - BLOCK_N, 0, last, SIZES.page_size)
         if K.factors:
-            _widen_fp4_tile(k_ring, i, i % NARROW, k_now, False, K)
+            _widen_fp4_tile(k_ring, i, i % NARROW, k_now, False)
         if V.factors:
-            _widen_fp4_tile(v_ring, i, i % NARROW, v_now, i < masked, V)
+            _widen_fp4_tile(v_ring, i, i % NARROW, v_now, i < masked)
         else:
             if i < masked:
                 _confine_nans(v_ring, i, i % NARROW)
@@ -466,7 +466,7 @@ def _attend_half(
             store_partial_result(workspace, own_slot, acc, m, l, row_mask, _HALF, 128)
             size = splits_to_merge(
                 workspace, acc, m, l, first_slot, step, task.split, task.num_splits, merge, row_mask,
-                _HALF, 128,
+                _HALF, 128, False,
             )  # fmt: skip
             if size > 0:
                 acc, m, l = merge_partial_results(

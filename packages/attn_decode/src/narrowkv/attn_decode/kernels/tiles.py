@@ -258,8 +258,10 @@ def even_split(
 
     Sequences are cut in splits of at most `size` tiles: `split_size`, or without `slots` a size that never
     needs more items than there are, since sum(ceil(t / size)) <= total / size + batch. Every program computes
-    this alike. An item past the last one has no splits. zeros: Gluon gives
-    128 of them in two layouts, of a vector and of columns.
+    this alike. An item past the last one has no splits.
+
+    zeros: Gluon names the layout of each tensor, so its kernels give two tensors of `_SEQUENCES` zeros, in
+    the layouts of vectors and of rows of `[_CANDIDATES, _SEQUENCES]`; None in Triton.
     """
     line, columns = None, None
     if zeros is not None:

@@ -195,7 +195,7 @@ def merge_shares(
         store_partial_result(workspace, slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
         size = splits_to_merge(
             workspace, acc, m, l, first_slot, step, share.split, share.num_splits, 1, row_mask, BLOCK_M,
-            BLOCK_D, SETTLE, GROUPS,
+            BLOCK_D, GROUPS, SETTLE,
         )  # fmt: skip
         write = size > 0
         if write:

@@ -112,8 +112,8 @@ def splits_of_group(num_splits):
 
 @triton.jit
 def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, merge, row_mask,
-                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SETTLE: tl.constexpr = "",
-                    GROUPS: tl.constexpr = None):  # fmt: skip
+                    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr,
+                    SETTLE: tl.constexpr = ""):  # fmt: skip
     """Counts a program that has stored its split's state; for the last one of a tile, what is left to merge.
 
     With GROUPS the last program of each group of many splits merges the group into the slot of its first
@@ -124,20 +124,19 @@ def splits_to_merge(workspace, acc, m, l, first_slot, step, split, num_splits, m
         first_slot, step: the splits have the slots first_slot, first_slot + step, ... and the arrival
             counters of the same numbers: a group that of its first split, the tile that of the second split.
         merge: 0 if another launch merges.
+        GROUPS: whether there are groups. Decode's tiles of 64 rows and more have few splits, and no registers
+            for them.
         SETTLE: see `settle_stores`; empty with GROUPS.
-        GROUPS: whether there are groups; None for those of tiles of fewer than 64 rows, as in decode, where
-            others have few splits, and no registers for this.
 
     Returns:
         For the last program how many splits, and slots, each state to merge stands for; else 0.
     """
-    GROUPED: tl.constexpr = BLOCK_M < 64 if GROUPS is None else GROUPS
     size = num_splits * 0 + 1
-    if GROUPED:
+    if GROUPS:
         size = splits_of_group(num_splits)
     if merge == 0:
         size = 0
-    if GROUPED:
+    if GROUPS:
         if size > 1:
             begin = split // size * size
             slot, parts = first_slot + begin * step, tl.minimum(num_splits - begin, size)

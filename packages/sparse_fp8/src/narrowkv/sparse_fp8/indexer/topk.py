@@ -373,7 +373,7 @@ def plan_index_topk(
         device: where all tensors lie.
         max_num_tokens: the most tokens of a call; without it a call allocates its candidates itself.
         block_size: columns of a block, a power of two up to 64; 8 in DeepSeek-V4.1. None without blocks.
-        num_blocks: the most blocks that columns are chosen from; None, with `block_size`, to choose blocks.
+        num_blocks: the most columns of `blocks`, from which a call chooses; None if calls choose blocks.
         workspace: memory to use, at least `workspace_bytes()`; None makes one.
 
     Raises:

@@ -11,13 +11,13 @@ from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.int_tokens import quantize_tokens_int4, quantize_tokens_int8
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
+from narrowkv.runtime.targets import CACHE_LINE
 
 __all__ = ["CacheSizes", "LargeCache"]
 
 # Gaussian numbers beyond 4.5 are rare; they are clipped, for the reference too.
 _SPREAD = 4.5
 _CHUNK_TOKENS = 65536
-_LINE = 128  # bytes of a cache line
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,10 @@ class CacheSizes:
 
     @property
     def hbm_share(self) -> float:
-        """Share of the cache lines that programs of one KV head each load which HBM serves.
+        """Cache lines that HBM serves, over the lines that all programs load, each those of one KV head.
 
-        HBM serves a line once. Heads share the lines of rows that do not fill one, and those of scales.
+        HBM serves a line once, however many programs load it. Heads share lines where a head's row fills only
+        part of one, and those of scales.
 
         Example:
             >>> CacheSizes(1, 64, page_size=1, num_kv_heads=8, head_dim=128, format="fp4_e2m1").hbm_share
@@ -92,8 +93,9 @@ class CacheSizes:
             heads = self.num_kv_heads
             for size, step in ((row, row * (heads if self.layout == "NHD" else 1)), (scales, scales * heads)):
                 if size:  # lines of a page that programs load, and those that the page has
-                    loaded += heads * max(self.page_size * max(size / _LINE, min(step / _LINE, 1.0)), 1.0)
-                    served += max(self.page_size * heads * size / _LINE, 1.0)
+                    lines_of_token = max(size / CACHE_LINE, min(step / CACHE_LINE, 1.0))
+                    loaded += heads * max(self.page_size * lines_of_token, 1.0)
+                    served += max(self.page_size * heads * size / CACHE_LINE, 1.0)
         return served / loaded
 
     @property

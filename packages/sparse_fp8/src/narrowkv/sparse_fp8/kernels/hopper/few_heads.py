@@ -1,6 +1,6 @@
 """Sparse attention on Hopper (sm90) for few heads, in Gluon: both products swapped, so no head is padded.
 
-For up to 16 or 32 heads, by the layout of the rows: see the choices in `sparse_fp8.config`.
+It serves at most 16 heads, or at most 32 in some layouts of rows; the rows of `sparse_fp8.config` say which.
 
 V3.2's rows have a scale in fp32 for 128 columns, more bits than a widened value can hold: such groups have
 products of their own, K Q^T that the scales multiply, and numerators that they have multiplied.

@@ -45,13 +45,18 @@ from narrowkv.sparse_fp8.kernels.results import SIZES
 
 
 class WideShared(NamedTuple):
-    """Shared memory and barriers of the kernel for 16-bit rows; a tile has a stage of each but numerators.
+    """Shared memory and barriers of the kernel for 16-bit rows; tiles have stages of all but `numerators`.
 
-    query: Q of an item. tiles: the rows. query_rope, rope: their columns from 512 on, None without such.
-    numerators: of the last tile that was scored. bias: 0 where a row is named, -inf elsewhere. corrections:
-    factors of earlier sums; changes: whether a warp's rows have any but 1. factors: of an item's sums.
-    scored: numerators of a tile are there. empty: a tile has been summed and may be overwritten.
-    finished: an item's factors are there. released: they have been read.
+    Attributes:
+        query, query_rope: Q of an item, its first 512 columns and those behind them (None without such).
+        tiles, rope: the same of the rows.
+        numerators: exponentials of the scores of the last scored tile, the left operand of PV.
+        bias: 0 for a row that the index list names, -inf for others.
+        corrections: what earlier sums are multiplied by as the maximum rises; changes: for each warp, whether
+            any of its rows has one that is not 1.
+        factors: what the sums of an item are multiplied by at its end.
+        scored: barriers, the numerators of a tile are there. empty: a tile has been summed and may be
+            overwritten. finished: an item's factors are there. released: they have been read.
     """
 
     query: Any
