@@ -82,7 +82,9 @@ def test_fp4_goes_from_memory_to_registers_and_is_converted_two_numbers_at_once(
     "changes",
     [
         {}, {"granularity": "head", "sinks": True}, {"ragged": True}, {"format": K8V4},
-        {"format": "fp4_e2m1"},
+        {"format": "fp4_e2m1"}, {"q_len": 16}, {"q_len": 16, "format": K8V4},
+        {"q_len": 16, "format": "fp4_e2m1"}, {"q_len": 4}, {"q_len": 4, "format": K8V4},
+        {"q_len": 4, "format": "fp4_e2m1"},
     ],
     ids=str,
 )  # fmt: skip
@@ -90,11 +92,14 @@ def test_tall_tiles_spill_nothing(changes: dict[str, Any], sm90_code: Any) -> No
     given = {"q_len": 8, "gqa_ratio": 12, "head_dim": 128, "format": "fp8_e4m3fn", **changes}
     (attend,) = _decode(sm90_code, 8192, 64, **given)
     assert attend.name == "_tall_decode_kernel"
-    assert attend.stack_bytes() == 0
+    # Beside three warpgroups that attend, what only the end of a program needs is spilled before its loops.
+    assert attend.stack_bytes() == 0 or given["q_len"] == 16
     assert attend.shared_bytes <= 227 * 1024
+    loops = attend.product_loops()
+    assert not any(re.search(r"\b(STL|LDL)\b", text) for loop in loops for text in loop)
     # The loop without masks: P @ V is issued while the scores are still under way.
-    loop = attend.product_loops()[1]
-    assert sum("HGMMA" in text for text in loop) == 16
+    loop = loops[1]
+    assert sum("HGMMA" in text for text in loop) == (16 if given["q_len"] == 8 else 12)
     assert any("WARPGROUP.DEPBAR.LE gsb0, 0x1" in text for text in loop)
 
 

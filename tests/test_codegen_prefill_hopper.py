@@ -197,6 +197,28 @@ def _kernels(case: PrefillCase, sm90_code: Any) -> Any:
     return sm90_code.kernels
 
 
+@pytest.mark.sampled(always=[{"q_len": 16, "fmt": "fp8_e4m3fn"}], most=1)
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", K8V4, "fp4_e2m1"], ids=str)
+@pytest.mark.parametrize("q_len", [4, 8, 16])
+def test_sequences_of_few_tokens_are_attended_to_in_tall_tiles(q_len: int, fmt: Any, sm90_code: Any) -> None:
+    inputs = PrefillCase(
+        q_lens=(q_len,) * 8,
+        lens=(64,) * 8,
+        num_kv_heads=8,
+        gqa_ratio=12,
+        head_dim=128,
+        format=fmt,
+        sinks=True,
+    ).inputs()
+    inputs.run(inputs.plan(max_q_len=q_len))
+    attend = sm90_code.kernels[-1]
+    assert attend.name == "_tall_prefill_kernel"
+    assert attend.shared_bytes <= 227 * 1024
+    loops = attend.product_loops()
+    assert not any(re.search(r"\b(STL|LDL)\b", text) for loop in loops for text in loop)
+    assert any("WARPGROUP.DEPBAR.LE gsb0, 0x1" in text for text in loops[1])
+
+
 @pytest.mark.sampled(always=[{"old": 512, "granularity": "head"}], most=1)
 @pytest.mark.parametrize("granularity", ["float", "head"])
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ SM90 = get_target("sm90")
 
 def _parts_of_a_config(config: PrefillConfig) -> Iterator[PrefillConfig]:
     yield config
-    for each in (*config.short_queries, config.fallback, config.ping_pong):
+    for each in (*config.short_queries, config.fallback, config.ping_pong, config.tall):
         if each is not None:
             yield from _parts_of_a_config(each)
 

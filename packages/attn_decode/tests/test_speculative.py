@@ -60,7 +60,7 @@ def test_every_ratio_and_number_of_tokens(ratio, q_len, target):
 
 
 F8 = "fp8_e4m3fn"
-# 96 rows over E4M3 and FP4, for which Hopper has a kernel of its own.
+# 33 rows and more over E4M3 and FP4, for which Hopper has a kernel of its own.
 TALL = partial(DecodeCase, format=F8, head_dim=128, q_len=8, gqa_ratio=12, num_kv_heads=2, stale_columns=0)
 
 
@@ -83,6 +83,12 @@ def tall_plan(inputs, split):
         TALL(lens=(400, 2), q_len=128, gqa_ratio=1),
         TALL(lens=(300, 8, 0, 131), format=K8V4, sinks=True),
         TALL(lens=(700, 127, 3), format="fp4_e2m1", ragged=True, q_dtype=torch.float16, spread=6.0),
+        TALL(lens=(300, 16, 5, 0, 131), q_len=16, sinks=True),
+        TALL(lens=(700, 127, 3), q_len=11, format=K8V4),
+        TALL(lens=(500, 130), q_len=16, format="fp4_e2m1", spread=6.0, page_size=64),
+        TALL(lens=(300, 40, 7), q_len=24, granularity="head"),
+        TALL(lens=(300, 4, 0, 131), q_len=4, sinks=True), TALL(lens=(700, 90, 3), q_len=5, format=K8V4),
+        TALL(lens=(500, 130), q_len=4, format="fp4_e2m1", spread=6.0),
     ],
     ids=str,
 )  # fmt: skip
@@ -136,7 +142,7 @@ def test_a_plan_interprets_no_kernel_that_it_compiled():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"window_left": 9}, {"logits_soft_cap": 30.0}, {"tree": "star"}, {"head_dim": 64}, {"q_len": 5},
+        {"window_left": 9}, {"logits_soft_cap": 30.0}, {"tree": "star"}, {"head_dim": 64}, {"q_len": 2},
         {"format": "fp8_e5m2"}, {"format": "int8"}, {"format": "bf16"}, {"q_dtype": torch.float8_e4m3fn},
         {"format": "fp4_e2m1", "scale_format": "e4m3"}, {"format": "fp4_e2m1", "scale_group": 32},
         {"granularity": "token_head"},

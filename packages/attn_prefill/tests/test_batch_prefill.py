@@ -72,6 +72,35 @@ def test_every_case(case, device):
     assert_right(case, device)
 
 
+# More than 32 rows a sequence over E4M3 and FP4, for which Hopper has a kernel of its own.
+TALL = partial(PrefillCase, format=F8, head_dim=128, gqa_ratio=12, num_kv_heads=2, stale_columns=0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        TALL(q_lens=(8, 8, 8, 8), lens=(300, 8, 0, 1131), sinks=True),
+        TALL(q_lens=(8, 0, 12, 5), lens=(300, 5, 1000, 5), granularity="head"),
+        TALL(q_lens=(16, 11, 16), lens=(700, 127, 3), ragged=True, q_dtype=torch.float16, layout="HND"),
+        TALL(q_lens=(16, 1, 23, 20), lens=(2000, 100, 800, 20), page_size=1),
+        TALL(q_lens=(8, 9, 2), lens=(300, 131, 64), format=K8V4, sinks=True),
+        TALL(q_lens=(14, 15), lens=(900, 15), format=K8V4),
+        TALL(q_lens=(7, 8), lens=(700, 127), format=F4, ragged=True, q_dtype=torch.float16, spread=6.0),
+        TALL(q_lens=(16, 16, 9), lens=(500, 130, 60), format=F4, page_size=64),
+        TALL(q_lens=(4, 1, 5, 4), lens=(700, 40, 5, 300), sinks=True),
+        TALL(q_lens=(3, 4, 4, 5), lens=(100, 900, 4, 333), format=K8V4),
+        TALL(q_lens=(4,) * 40, lens=(40,) * 40, format=F4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tall_tiles(case, device):
+    inputs = case.inputs(device)
+    plan = inputs.plan(max_q_len=max(case.q_lens))
+    kernels = {bound.kernel.__name__ for bound in plan.kernels(inputs.cache, sinks=case.sinks)}
+    assert ("_tall_prefill_kernel" in kernels) == (device_target(torch.device(device)).name == "sm90")
+    assert_right(case, device, inputs=inputs, plan=plan)
+
+
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("fmt", [F8, "bf16"])
 @either_kernel

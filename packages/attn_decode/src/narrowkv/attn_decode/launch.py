@@ -11,6 +11,7 @@ import triton.language as tl
 
 from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape
 from narrowkv.attn_decode.kernels import Blocks, PartialResults, Rows, Rules, Sizes
+from narrowkv.attn_decode.tiles import tall_tile
 from narrowkv.paged_cache.binding import (
     PTX8,
     BoundCache,
@@ -27,14 +28,13 @@ from narrowkv.runtime.launch import (
     Arg,
     BoundLaunch,
     KernelLaunch,
-    LaunchOptions,
     Part,
     is_compiled,
     launch_by_name,
 )
 from narrowkv.runtime.launch.workspace import MOST_COUNTERS
 from narrowkv.runtime.operation import Prepared
-from narrowkv.runtime.targets import Target
+from narrowkv.runtime.targets import WARPGROUP_ROWS, Target
 
 READING = "decode"  # the name by which `bind_cache` knows how decode's kernels read a cache
 
@@ -135,27 +135,39 @@ def fits_lanes(shape: DecodeShape, config: DecodeConfig, reading: Reading) -> bo
     return True
 
 
-# Of `_tall_decode_kernel`, which has twelve warps in all.
-TALL_OPTIONS = LaunchOptions(num_warps=4, num_stages=1, maxnreg=168)
+TALL_FORMATS = {"fp8_e4m3fn", "fp4_e2m1"}  # of caches that `kernels/tall.py` reads
 
 
-def is_tall(
-    target: Target, shape: DecodeShape, config: DecodeConfig, bound: BoundCache, rules: Rules
-) -> bool:
-    """Whether `_tall_decode_kernel` serves a call whose table has neither ranges nor a tree.
+def tall_rows(target: Target, shape: DecodeShape, config: DecodeConfig, formats: tuple[str, str]) -> int:
+    """Rows of a program of `_tall_decode_kernel`, one of `TALL_TILES`, in calls that it serves; 0 if none.
 
-    It is Gluon for Hopper and cannot be interpreted.
+    It is Gluon for Hopper.
     """
-    tile = (config.kernel, config.block_m, config.block_n, shape.head_dim, shape.v_dim)
-    rows, reading = shape.q_len * shape.gqa_ratio, bound.readings[READING]
-    if target.name != "sm90" or tile != ("decode", 128, 128, 128, 128) or rows > config.block_m:
-        return False
-    if not is_compiled(reading.k.ptr):
-        return False
-    merges = config.split == "none" or config.merge_in_launch
-    counters = 2 * config.num_items * shape.num_kv_heads
-    if rules.soft_cap or rules.window_left >= 0 or rules.q_format or bound.transforms or not merges:
-        return False
+    if target.name != "sm90" or config.block_m < WARPGROUP_ROWS:
+        return 0
+    rows = shape.q_len * shape.gqa_ratio
+    block_m = tall_tile(rows)
+    programs = -(-rows // block_m) * config.num_items * shape.num_kv_heads
+    serves = (
+        (config.kernel, shape.head_dim, shape.v_dim) == ("decode", 128, 128)
+        and set(formats) <= TALL_FORMATS
+        and (config.split == "none" or config.merge_in_launch)
+        and block_m // WARPGROUP_ROWS * programs <= MOST_COUNTERS
+    )
+    return block_m if serves else 0
+
+
+def serves_tall(bound: BoundCache, rules: Rules, masks: bool) -> bool:
+    """Whether `_tall_decode_kernel` takes the cache and the options of a call.
+
+    masks: the page table has ranges of keys or a tree.
+    """
+    plain = not (masks or rules.soft_cap or rules.window_left >= 0 or rules.q_format or bound.transforms)
+    return plain and is_read_by_tall(bound.readings[READING])
+
+
+def is_read_by_tall(reading: Reading) -> bool:
+    """Whether `kernels/tall.py`, which cannot be interpreted, reads a cache of heads of 128 channels."""
     for stored, words in ((reading.k_stored, reading.k), (reading.v_stored, reading.v)):
         size = words.ptr.element_size()
         places = (words.ptr.data_ptr(), words.page * size, words.token * size, words.head * size)
@@ -163,7 +175,7 @@ def is_tall(
         fp4 = (stored.route, stored.parts, stored.descale) == (PTX8, 4, "e8m0")
         if not (fp8 or fp4) or stored.vec or any(place % 16 for place in places):
             return False
-    return counters <= MOST_COUNTERS
+    return is_compiled(reading.k.ptr)
 
 
 def fitting(target: Target, config: DecodeConfig, bound: BoundCache, soft_cap: bool) -> DecodeConfig:

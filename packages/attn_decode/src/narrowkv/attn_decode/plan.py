@@ -19,18 +19,19 @@ from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import PartialResults, _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.attn_decode.launch import (
     READING,
-    TALL_OPTIONS,
     PreparedDecode,
     allocated,
     constants_of,
     fits_lanes,
     fitting,
-    is_tall,
     launches_of,
     power_of_two,
     read_options,
+    serves_tall,
+    tall_rows,
 )
 from narrowkv.attn_decode.options import DECODE, PLAIN_VALUES, DecodeArguments
+from narrowkv.attn_decode.tiles import TALL_TILES
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_cache, bind_table
 from narrowkv.paged_cache.checks import tensors_of
@@ -61,7 +62,7 @@ from narrowkv.runtime.operation import (
     spans_of_arguments,
 )
 from narrowkv.runtime.scales import check_scales
-from narrowkv.runtime.targets import Target
+from narrowkv.runtime.targets import WARPGROUP_ROWS, Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -123,9 +124,11 @@ class DecodePlan(Plan):
         bits = shape.head_dim * get_format(self.k_format).bits
         bits += shape.v_dim * get_format(self.v_format).bits
         stored = shape.batch * shape.capacity * shape.num_kv_heads * bits / 8
+        tall = self._tall_rows(self.config)
+        plain = f"; in plain calls tiles of {tall} rows x {TALL_TILES[tall].block_n} keys" if tall else ""
         return (
-            f"{self.target.name}, {self.config.explain(shape)}; at most {stored / 1e6:.1f} MB of keys and "
-            f"values and {self.workspace_bytes() / 1e6:.1f} MB of partial results"
+            f"{self.target.name}, {self.config.explain(shape)}{plain}; at most {stored / 1e6:.1f} MB of keys "
+            f"and values and {self.workspace_bytes() / 1e6:.1f} MB of partial results"
         )
 
     def config_for(self, batch: int) -> DecodeConfig:
@@ -287,14 +290,15 @@ class DecodePlan(Plan):
         config, shape = self.config_for(batch), self.shape
         if config.split == "none" or batch == 0:
             return []
-        slots = config.num_items * shape.num_kv_heads * self._row_blocks(config)
+        row_blocks = -(-shape.q_len * shape.gqa_ratio // config.block_m)
+        slots = config.num_items * shape.num_kv_heads * row_blocks
         return [
             ((slots, config.block_m, power_of_two(shape.v_dim)), torch.float32),
             ((slots, 2, config.block_m), torch.float32),
         ]
 
-    def _row_blocks(self, config: DecodeConfig) -> int:
-        return -(-self.shape.q_len * self.shape.gqa_ratio // config.block_m)
+    def _tall_rows(self, config: DecodeConfig) -> int:
+        return tall_rows(self.target, self.shape, config, (self.k_format, self.v_format))
 
     def _bound_launches(
         self, bound: BoundCache, batch: int, ragged: bool, window_left: int, soft_cap: bool, sinks: bool,
@@ -309,10 +313,13 @@ class DecodePlan(Plan):
             self.target, self.shape, config, bound, ragged=ragged, window_left=window_left,
             soft_cap=soft_cap, sinks=sinks, lse=lse,
         )  # fmt: skip
-        if not masks and is_tall(self.target, self.shape, config, bound, constexprs["RULES"]):
+        tall = self._tall_rows(config)
+        if tall and serves_tall(bound, constexprs["RULES"], masks):
             from narrowkv.attn_decode.kernels.tall import _tall_decode_kernel
 
-            return self.bind(_tall_decode_kernel, TALL_OPTIONS, **constexprs), None
+            tile = TALL_TILES[tall]
+            constexprs["BLOCKS"] = constexprs["BLOCKS"]._replace(m=tall, n=tile.block_n)
+            return self.bind(_tall_decode_kernel, tile.options, **constexprs), None
         attend = self.bind(_paged_decode_kernel, config.options, **constexprs)
         if config.split == "none" or config.merge_in_launch or config.num_items == batch:
             return attend, None
@@ -352,15 +359,15 @@ class DecodePlan(Plan):
         logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
         if q.dtype.itemsize == 1:
             logit_scale *= 2.0 ** widening_exponent(get_format(q.dtype).name, BITS)
-        row_blocks = self._row_blocks(config)
-        programs = config.num_items * shape.num_kv_heads * row_blocks
+        block_m = attend.constexprs["BLOCKS"].m
+        programs = config.num_items * shape.num_kv_heads * -(-shape.q_len * shape.gqa_ratio // block_m)
         if programs > _MAX_GRID:
             raise ValueError(
                 f"batch, max_seq_len and tokens_per_split make {programs} programs, and a launch has at most "
                 f"{_MAX_GRID}: plan for a smaller batch or larger splits"
             )
-        halves = 1 if attend.kernel is _paged_decode_kernel else 2  # that merge by themselves
-        counters = programs * halves if config.split != "none" else 0
+        parts = 1 if attend.kernel is _paged_decode_kernel else block_m // WARPGROUP_ROWS  # merged apart
+        counters = programs * parts if config.split != "none" else 0
         if not attend.constexprs["RULES"].can_merge:
             counters = 0
         elif not config.merge_in_launch:

@@ -112,6 +112,21 @@ TALL_ROWS = (
     ConfigRow({}, DecodeTile(64, _options(8, 2), 1)),
 )  # fmt: skip
 
+# Of `kernels/tall.py` by its rows. Its warpgroups, of which one widens, share 65,536 registers. H200, FP8,
+# sequences of 8192 keys at ratio 12, with it and without: 64 of 4 tokens, which are 48 rows, 377 and 433 us,
+# of 8 tokens 515 and 823; 16 of 16 tokens 214 and 384, of 24 tokens in three tiles of 128 rows 426 and 739.
+TALL_TILES = {
+    64: DecodeTile(64, _options(4, 1, 128), 2),
+    128: DecodeTile(128, _options(4, 1, 168), 1),
+    192: DecodeTile(64, _options(4, 1, 128), 1),
+}
+
+
+def tall_tile(rows: float) -> int:
+    """Which of `TALL_TILES` serves so many rows of a KV head fastest."""
+    return 64 if rows <= 64 else 192 if 128 < rows <= 192 else 128
+
+
 _SEVERAL_IN_FLIGHT = (
     "Each program has several tiles in flight. H100, two programs a multiprocessor, against 128 keys, "
     "4 warps and 2 stages: "

@@ -15,6 +15,7 @@ from narrowkv.attn_prefill.tiles import (
     fused_config,
     pipelined_config,
     split_config,
+    tall_config,
 )
 from narrowkv.quant.device import FNUZ_ALIAS, NATIVE
 from narrowkv.runtime.errors import UnsupportedError, check_choice
@@ -181,6 +182,7 @@ def _with_few(
         block_m = 64 if shape.batch > 1 else block_m_for(shape)
         parts.append(replace(choose(block_m), q_lens=(least, ANY_LEN)))
     *before, last = parts
+    last = replace(last, tall=tall_config(target, shape, last, formats))
     return replace(last, short_queries=tuple(replace(part, stores=False) for part in before))
 
 
@@ -365,7 +367,6 @@ def choose_append_config(
         return split_config(target, shape, formats, (0, ANY_LEN), block_m_for(shape), "as asked")
     if kernel is not None:
         return fused(block_m_for(shape)) if kernel == "fused" else widened(block_m_for(shape))
-    if lacks:
-        return _with_few(target, shape, formats, None, classes, fused)
-    name = "pipelined" if can_pipeline else "dense"
-    return _with_few(target, shape, formats, name, classes, widened)
+    name = None if lacks else "pipelined" if can_pipeline else "dense"
+    found = _with_few(target, shape, formats, name, classes, fused if lacks else widened)
+    return replace(found, tall=None)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+from narrowkv.attn_decode.launch import is_read_by_tall
 from narrowkv.attn_prefill.arguments import Arguments
 from narrowkv.attn_prefill.config import triton_fp8
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
@@ -189,6 +190,12 @@ def make_routes(
     return tuple(_make_route(plan, shape, part, cache, bound, traits) for part in parts)
 
 
+def _serves_tall(config: PrefillConfig, bound: BoundCache, traits: CallTraits) -> bool:
+    """Whether `kernels/tall.py` attends: it is causal, and has no options but sinks, lse and scales."""
+    plain = (traits.window_left, traits.window_right, traits.soft_cap, traits.storing) == (-1, 0, False, None)
+    return plain and not bound.transforms and is_read_by_tall(bound.readings[config.reading])
+
+
 def _make_route(
     plan: PrefillSettings, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
     traits: CallTraits,
@@ -207,6 +214,8 @@ def _make_route(
     ping_pong = config.ping_pong is not None and folded and config.num_splits == 1 and not rotates
     # That kernel does not convert queries to another type.
     ping_pong = ping_pong and key_type(plan.shape.q_dtype, plan.k_format) in (plan.shape.q_dtype, torch.uint8)
+    if config.tall is not None and _serves_tall(config.tall, bound, traits):
+        config = config.tall
     if ping_pong:
         assert config.ping_pong is not None
         config = replace(config.ping_pong, q_lens=config.q_lens)
@@ -275,6 +284,10 @@ class _Maker:
         rules = self._paged_rules(reading.v_stored.parts)
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k_stored, "V": reading.v_stored}
         kernel: Any = _fused_prefill_kernel
+        if config.is_tall:
+            from narrowkv.attn_prefill.kernels.tall import _tall_prefill_kernel
+
+            kernel = _tall_prefill_kernel
         programs, divides = self.num_tiles * shape.num_kv_heads, config.kernel != "split"
         if not divides:
             programs = most_work_items(shape, config) * shape.num_kv_heads
@@ -291,6 +304,9 @@ class _Maker:
             programs, divides = programs + num_blocks * shape.num_kv_heads, False
         attend = self.plan.bind(kernel, config.options, **constants, RULES=rules, BLOCKS=blocks)
         sizes = {"programs": programs, "num_blocks": num_blocks}
+        if config.is_tall and self.num_tiles < config.num_splits:
+            # Of few tiles `find_share` makes as many splits fewer, since each may round up to one more.
+            sizes["num_splits"] = most_work_items(shape, config)
         return self._route(None, attend, sizes, divides=divides, p_scale=rules.p_scale)
 
     def two_launches(self, pipelined: bool, in_pages: bool, *, ping_pong: bool = False) -> Route:
@@ -359,10 +375,11 @@ class _Maker:
         plan, config, shape = self.plan, self.config, self.shape
         memory = plan.memory(config) or plan.memory_sizes(shape, config, exact=True)
         least_len, most_len = config.q_lens
+        sizes.setdefault("num_splits", config.num_splits)
         sizes |= {
             "batch": shape.batch, "num_tokens": shape.num_tokens, "max_q_len": shape.max_q_len,
             "max_keys": shape.max_seq_len, "key_blocks": self.key_blocks, "num_tiles": self.num_tiles,
-            "num_splits": config.num_splits, "least_len": least_len, "most_len": most_len,
+            "least_len": least_len, "most_len": most_len,
         }  # fmt: skip
         route = Route(
             config, fill, attend, pipelined, in_pages, divides, sizes, p_scale, memory, config.reading

@@ -12,10 +12,10 @@ import torch
 from narrowkv.attn_decode.kernels import PartialResults
 from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
-from narrowkv.attn_prefill.tiles import most_work_items, partial_programs, tuned_as
+from narrowkv.attn_prefill.tiles import most_work_items, partial_programs, tall_configs, tuned_as
 from narrowkv.runtime.launch import Arg, Described, Part, Workspace, block_bytes
 from narrowkv.runtime.launch.workspace import zeroed_counters
-from narrowkv.runtime.targets import Target
+from narrowkv.runtime.targets import WARPGROUP_ROWS, Target
 
 Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _COUNTER_ALIGNMENT = 64  # int32: counters of each kind begin at a multiple of this
@@ -102,7 +102,7 @@ class MemorySizes:
         if self._partial_rows():
             # The pipelined kernel counts halves of a tile.
             if config.kernel == "split":
-                return {"arrived": most_work_items(shape, config) * shape.num_kv_heads}
+                return {"arrived": max(items for items, _ in self._split_items()) * shape.num_kv_heads}
             tiles = 2 * shape.row_tiles(self._least_rows) * shape.num_kv_heads
             most = 2 * partial_programs(self.target, 2)
             found["arrived"] = tiles if self.exact or self.num_splits else min(tiles, most)
@@ -152,12 +152,20 @@ class MemorySizes:
         """The fewest rows that a tile of rows can have."""
         return self.config.block_m if self.exact else 16
 
+    def _split_items(self) -> list[tuple[int, int]]:
+        """Partial results of a KV head and rows of each, of kernel "split" and of `kernels/tall.py`."""
+        found = []
+        formats = (self.k_format, self.v_format)
+        for config in (self.config, *tall_configs(self.target, self.shape, self.config, formats).values()):
+            rows = WARPGROUP_ROWS if config.is_tall else config.block_m  # a warpgroup has its own
+            found.append((most_work_items(self.shape, config) * config.block_m // rows, rows))
+        return found
+
     def _partial_rows(self) -> int:
         """Rows of partial results."""
         shape = self.shape
         if self.config.kernel == "split":
-            items = most_work_items(shape, self.config)
-            return items * shape.num_kv_heads * self.config.block_m
+            return max(items * rows for items, rows in self._split_items()) * shape.num_kv_heads
         if self.exact:
             splits, block_m = self.config.num_splits, self.config.block_m
             return shape.row_tiles(block_m) * shape.num_kv_heads * splits * block_m if splits > 1 else 0

@@ -64,9 +64,9 @@ def read_options(
     """How each kind of kernel reads a cache, by the names of `PrefillConfig.reading`.
 
     "in_loop": kernels attend to its pages; "in_large_tiles": the same for tiles of 64 rows by the loop of
-    decode, whose matrix instruction takes V from shared memory as it lies there; "to_scratch": they widen its
-    keys into the scratch, ahead of attention, which keeps the bytes of K for FP8 matrix units and has V in
-    float16.
+    decode, whose matrix instruction takes V from shared memory as it lies there; "in_tall_tiles": the same by
+    `kernels/tall.py`; "to_scratch": they widen its keys into the scratch, ahead of attention, which keeps the
+    bytes of K for FP8 matrix units and has V in float16.
 
     Args:
         target: what the kernels run on.
@@ -82,6 +82,7 @@ def read_options(
     return (
         ("in_loop", ReadOptions(k_parts, v_parts, k_route, v_route, half)),
         ("in_large_tiles", ReadOptions(k_parts, large, k_route, v_route, half)),
+        ("in_tall_tiles", ReadOptions(k_parts, large, k_route, v_route, half, fp4_as_bytes=True)),
         (
             "to_scratch",
             ReadOptions(
@@ -394,9 +395,12 @@ def _describe(c: PrefillConfig) -> str:
     if c.kernel == "split":
         splits = f", all keys of a head shared by {c.num_splits} programs or more"
     pages = ", K from its pages where they allow it" if c.k_in_pages else ""
+    tall = (
+        "" if c.tall is None else f"; in plain calls tiles of {c.tall.block_m} rows x {c.tall.block_n} keys"
+    )
     return (
         f"{c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, {warps}, "
-        f"{c.options.num_stages} stages{splits}{pages}"
+        f"{c.options.num_stages} stages{splits}{pages}{tall}"
     )
 
 
@@ -411,6 +415,7 @@ def kind_of(config: PrefillConfig) -> PrefillConfig:
         short_queries=tuple(kind_of(part) for part in config.short_queries),
         fallback=fallback,
         ping_pong=None if config.ping_pong is None else kind_of(config.ping_pong),
+        tall=None if config.tall is None else kind_of(config.tall),
     )
 
 

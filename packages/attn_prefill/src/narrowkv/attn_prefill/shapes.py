@@ -100,6 +100,8 @@ class PrefillConfig:
         fallback: where `kernels/pipelined.py` attends, what does when the scale is not positive or queries
             are to be rotated; None where a plain kernel attends anyway.
         ping_pong: on gfx950 the configuration of `kernels/cdna.py`, for calls that it serves; else None.
+        tall: on Hopper the configuration of `kernels/tall.py`, for calls that it serves; else None.
+        is_tall: whether it is such a configuration.
         as_decode: the loop over pages is that of decode, whose loads the compiler pipelines.
         xcd_rows: tiles of rows that an XCD takes of a KV head before the next one, see `xcd_order`; 0 for the
             order of the launch.
@@ -123,6 +125,8 @@ class PrefillConfig:
     k_in_pages: bool = False
     fallback: PrefillConfig | None = None
     ping_pong: PrefillConfig | None = None
+    tall: PrefillConfig | None = None
+    is_tall: bool = False
     as_decode: bool = False
     xcd_rows: int = 0
     options: LaunchOptions = field(default_factory=LaunchOptions)
@@ -132,4 +136,6 @@ class PrefillConfig:
         """How its kernels read the cache: a key of `BoundCache.readings`."""
         if self.kernel not in IN_PAGES:
             return "to_scratch"
+        if self.is_tall:
+            return "in_tall_tiles"
         return "in_large_tiles" if self.as_decode and self.block_m >= 64 else "in_loop"

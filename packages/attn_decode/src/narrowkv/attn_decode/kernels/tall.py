@@ -1,4 +1,4 @@
-"""Decode of 65 to 128 rows over E4M3 and FP4 on Hopper: two warpgroups attend, a third widens for both.
+"""Decode of more than 32 rows over E4M3 and FP4 on Hopper: one to three warpgroups attend, one widens.
 
 Each attending warpgroup has 64 rows. It issues the scores of the next key tile, then P @ V of the current
 one, and computes the next softmax while the matrix unit works: the overlap of FlashAttention-3 (Shah et al.,
@@ -43,7 +43,8 @@ multiply_values = in_gluon(softmax.multiply_values)
 e8m0_to_fp32 = in_gluon(device.e8m0_to_fp32)
 widen_words = in_gluon(device_fp4_registers.widen_words)
 
-_HALF = gl.constexpr(64)  # rows of a warpgroup
+
+_ROWS = gl.constexpr(64)  # of a warpgroup
 _LEAST_SCALE = gl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
 
 
@@ -75,18 +76,24 @@ class OutputRows(NamedTuple):
     o_scale: Any
 
 
-class SplitOfHead(NamedTuple):
-    """A split of a sequence for a KV head: key tiles [begin, end), none for a program without work.
+class TallTask(NamedTuple):
+    """A block of a KV head's rows and a split of a sequence's keys: tiles [begin, end), none without work.
 
-    first: number of the sequence's first split among all splits and heads.
+    q_start, q_len: the sequence's query tokens; num_rows: its rows; row: the first one in the block.
+    first, step: the block's first split is program `first`, the next one `step` programs later.
     """
 
     seq: Any
     kv_head: Any
+    q_start: Any
+    q_len: Any
+    num_rows: Any
+    row: Any
     kv_len: Any
     begin: Any
     end: Any
     first: Any
+    step: Any
     split: Any
     num_splits: Any
 
@@ -117,9 +124,10 @@ def _keys_layout(warps):
 
 @gluon.jit
 def _make_ring(
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NARROW_STAGES: gl.constexpr, STORED: gl.constexpr
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NARROW_STAGES: gl.constexpr, STORED: gl.constexpr,
+    READERS: gl.constexpr,
 ):  # fmt: skip
-    """An empty ring that two warpgroups read."""
+    """An empty ring that so many warpgroups read."""
     BYTES: gl.constexpr = 64 if STORED.factors else 128
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 128], gl.float16)
     ring = WidenedRing(
@@ -137,14 +145,14 @@ def _make_ring(
     for stage in gl.static_range(STAGES):
         ring.nan_keys.index(stage).store(gl.zeros([BLOCK_N], gl.int32, _keys_layout(gl.num_warps())))
         mbarrier.init(ring.filled.index(stage), count=1)
-        mbarrier.init(ring.emptied.index(stage), count=2)
+        mbarrier.init(ring.emptied.index(stage), count=READERS)
     return ring
 
 
 @gluon.jit
-def _masked_tiles(task, Q_LEN: gl.constexpr, BLOCK_N: gl.constexpr):
+def _masked_tiles(task, GQA_RATIO: gl.constexpr, BLOCK_N: gl.constexpr):
     """How many tiles of a task, its last ones, some row does not see whole; 0 or less if there are none."""
-    full_end = gl.maximum(task.kv_len - Q_LEN + 1, 0) // BLOCK_N
+    full_end = gl.maximum(task.kv_len - task.q_len + task.row // GQA_RATIO + 1, 0) // BLOCK_N
     return gl.minimum(task.end - full_end, task.end - task.begin)
 
 
@@ -282,7 +290,7 @@ def _widen_tiles(
     )
     if K.factors or V.factors:
         scale_ids = load_page_ids(table, row_base, keys - 2 * BLOCK_N, 0, last, SIZES.page_size)
-    masked = _masked_tiles(task, SIZES.q_len, BLOCK_N)
+    masked = _masked_tiles(task, SIZES.gqa_ratio, BLOCK_N)
     for i in range(task.end - task.begin):
         gl.barrier()  # all warps have read what is overwritten
         ahead = (i + NARROW - 1) % NARROW
@@ -312,17 +320,17 @@ def _widen_tiles(
 
 
 @gluon.jit
-def _load_half(
-    io, k_descale, task, q_tile, qk_scale, HALF: gl.constexpr, SIZES: gl.constexpr, K: gl.constexpr,
+def _load_query(
+    io, k_descale, task, q_tile, qk_scale, WARPGROUP: gl.constexpr, SIZES: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    """Stores Q's rows of a half in float16 in shared memory; returns the positive scale of their scores."""
+    """Stores a warpgroup's rows of Q in float16 in shared memory; returns their scores' positive scale."""
     LINES: gl.constexpr = _line_layout(8, gl.num_warps())
-    rows = HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LINES))
+    rows = task.row + WARPGROUP * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LINES))
     d = gl.arange(0, 128, gl.SliceLayout(0, LINES))
-    tokens = (task.seq * SIZES.q_len + rows // SIZES.gqa_ratio).to(gl.int64)
+    tokens = (task.q_start + rows // SIZES.gqa_ratio).to(gl.int64)
     heads = task.kv_head * SIZES.gqa_ratio + rows % SIZES.gqa_ratio
     at = tokens[:, None] * io.q_token + heads[:, None] * io.q_head + d[None, :]
-    parts = (gl.load(io.q + at, mask=(rows < SIZES.q_len * SIZES.gqa_ratio)[:, None], other=0.0),)
+    parts = (gl.load(io.q + at, mask=(rows < task.num_rows)[:, None], other=0.0),)
     scale = times_head_descale(qk_scale, k_descale, task.seq, task.kv_head, K.descale)
     if io.q_descale is not None:
         scale *= gl.load(io.q_descale)
@@ -338,7 +346,7 @@ def _issue_scores(q_tile, ring, i):
     """Q @ K^T of the ring's i-th tile, still under way."""
     STAGES: gl.constexpr = ring.tiles.shape[0]
     BLOCK_N: gl.constexpr = ring.tiles.shape[1]
-    zeros = gl.zeros([_HALF, BLOCK_N], gl.float32, _product_layout(BLOCK_N))
+    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, _product_layout(BLOCK_N))
     mbarrier.wait(ring.filled.index(i % STAGES), (i // STAGES) & 1)
     tile = ring.tiles.index(i % STAGES).permute((1, 0))
     return warpgroup_mma(q_tile, tile, zeros, use_acc=False, is_async=True)
@@ -422,22 +430,24 @@ def _attend_tiles(
 
 
 @gluon.jit
-def _attend_half(
-    io, v_descale, workspace, task, k_ring, v_ring, q_tile, scale, out_scale, merge,
-    HALF: gl.constexpr, SIZES: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
+def _attend_rows(
+    io, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tile, scale,
+    WARPGROUP: gl.constexpr, SIZES: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
+    BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """A half of a task's rows: its result, or a partial one."""
+    """A warpgroup's rows of a task: their result, or a partial one."""
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     S: gl.constexpr = gl.SliceLayout(1, _product_layout(BLOCK_N))
     O: gl.constexpr = _product_layout(128)
-    high = task.kv_len - SIZES.q_len + (HALF * _HALF + gl.arange(0, _HALF, S)) // SIZES.gqa_ratio
-    m = gl.full([_HALF], float("-inf"), gl.float32, S)
-    l = gl.zeros([_HALF], gl.float32, S)
+    own_row = task.row + WARPGROUP * _ROWS
+    high = task.kv_len - task.q_len + (own_row + gl.arange(0, _ROWS, S)) // SIZES.gqa_ratio
+    m = gl.full([_ROWS], float("-inf"), gl.float32, S)
+    l = gl.zeros([_ROWS], gl.float32, S)
     largest = gl.to_tensor(LEAST_FACTOR)
-    acc = gl.zeros([_HALF, 128], gl.float32, O)
+    acc = gl.zeros([_ROWS, 128], gl.float32, O)
     num_tiles = task.end - task.begin
     if num_tiles > 0:
-        masked = gl.maximum(_masked_tiles(task, SIZES.q_len, BLOCK_N), 1)
+        masked = gl.maximum(_masked_tiles(task, SIZES.gqa_ratio, BLOCK_N), 1)
         s = warpgroup_mma_wait(0, deps=(_issue_scores(q_tile, k_ring, 0),))
         tile_scale = _scale_of_tile(scale, k_ring, 0)
         mbarrier.arrive(k_ring.emptied.index(0))
@@ -455,36 +465,135 @@ def _attend_half(
     l = gl.convert_layout(l, gl.SliceLayout(1, O))
     if V.factors:
         acc, m, l = multiply_values(acc, m, l, largest)
-    rows = HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, O))
-    row_mask = rows < SIZES.q_len * SIZES.gqa_ratio
+    rows = own_row + gl.arange(0, _ROWS, gl.SliceLayout(1, O))
+    row_mask = rows < task.num_rows
     write = task.num_splits == 1
-    if RULES.partial:
+    if PARTIAL:
         if task.num_splits > 1:
-            step = SIZES.num_kv_heads * 2
-            first_slot = task.first * 2 + HALF
+            WARPGROUPS: gl.constexpr = BLOCKS.m // _ROWS
+            step = task.step * WARPGROUPS
+            first_slot = task.first * WARPGROUPS + WARPGROUP
             own_slot = (first_slot + task.split * step).to(gl.int64)
-            store_partial_result(workspace, own_slot, acc, m, l, row_mask, _HALF, 128)
+            store_partial_result(workspace, own_slot, acc, m, l, row_mask, _ROWS, 128)
             size = splits_to_merge(
                 workspace, acc, m, l, first_slot, step, task.split, task.num_splits, merge, row_mask,
-                _HALF, 128, False,
+                _ROWS, 128, False,
             )  # fmt: skip
             if size > 0:
                 acc, m, l = merge_partial_results(
                     workspace, acc, m, l, first_slot, size * step, gl.cdiv(task.num_splits, size), row_mask,
-                    _HALF, 128,
+                    _ROWS, 128,
                 )  # fmt: skip
             write = size > 0
     if write:
-        tokens = (task.seq * SIZES.q_len + rows // SIZES.gqa_ratio).to(gl.int64)
+        tokens = (task.q_start + rows // SIZES.gqa_ratio).to(gl.int64)
         heads = task.kv_head * SIZES.gqa_ratio + rows % SIZES.gqa_ratio
         o_scale = times_head_descale(
-            gl.full([_HALF], 1.0, gl.float32, gl.SliceLayout(1, O)) * out_scale, v_descale, task.seq,
+            gl.full([_ROWS], 1.0, gl.float32, gl.SliceLayout(1, O)) * out_scale, v_descale, task.seq,
             task.kv_head, V.descale,
         )  # fmt: skip
         write_rows(
             io.o, io.o_scale, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
             gl.arange(0, 128, gl.SliceLayout(0, O)), io.o_token, io.o_head, io.lse_token, 128, RULES.sinks,
             RULES.lse,
+        )  # fmt: skip
+
+
+@gluon.jit
+def attend_task(
+    io, k, v, k_descale, v_descale, table, workspace, task, qk_scale, out_scale, merge,
+    SIZES: gl.constexpr, K: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr, BLOCKS: gl.constexpr,
+    PARTIAL: gl.constexpr,
+):  # fmt: skip
+    """Attends a task's rows to its keys and writes their result, or a partial one until the last split ends.
+
+    BLOCKS: 64 rows for each warpgroup that attends; PARTIAL: a sequence can have several splits; the
+    others as in `_paged_decode_kernel`.
+    """
+    WARPGROUPS: gl.constexpr = BLOCKS.m // _ROWS
+    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, 128], gl.float16)
+    q_tiles = gl.allocate_shared_memory(gl.float16, [WARPGROUPS, _ROWS, 128], Q)
+    scales = ()
+    for i in gl.static_range(WARPGROUPS):
+        scales = scales + (_load_query(io, k_descale, task, q_tiles.index(i), qk_scale, i, SIZES, K),)
+    out = OutputRows(io.o, io.lse, io.sinks, io.o_token, io.o_head, io.lse_token, io.o_scale)
+    k_ring = _make_ring(BLOCKS.n, 2 if V.factors or WARPGROUPS == 3 else 1, 2, K, WARPGROUPS)
+    v_ring = _make_ring(BLOCKS.n, 2, 2, V, WARPGROUPS)
+    fence_async_shared()
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _attend_rows,
+                    (
+                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(0),
+                        scales[0], 0, SIZES, V, RULES, BLOCKS, PARTIAL,
+                    ),
+                ),
+                (
+                    _widen_tiles,
+                    (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES),
+                ),
+            ],
+            worker_num_warps=[4],
+            worker_num_regs=[72],
+        )  # fmt: skip
+    elif WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _attend_rows,
+                    (
+                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(0),
+                        scales[0], 0, SIZES, V, RULES, BLOCKS, PARTIAL,
+                    ),
+                ),
+                (
+                    _attend_rows,
+                    (
+                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(1),
+                        scales[1], 1, SIZES, V, RULES, BLOCKS, PARTIAL,
+                    ),
+                ),
+                (
+                    _widen_tiles,
+                    (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES),
+                ),
+            ],
+            worker_num_warps=[4, 4],
+            worker_num_regs=[208, 88] if K.factors or V.factors else [216, 72],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _attend_rows,
+                    (
+                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(0),
+                        scales[0], 0, SIZES, V, RULES, BLOCKS, PARTIAL,
+                    ),
+                ),
+                (
+                    _attend_rows,
+                    (
+                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(1),
+                        scales[1], 1, SIZES, V, RULES, BLOCKS, PARTIAL,
+                    ),
+                ),
+                (
+                    _attend_rows,
+                    (
+                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(2),
+                        scales[2], 2, SIZES, V, RULES, BLOCKS, PARTIAL,
+                    ),
+                ),
+                (
+                    _widen_tiles,
+                    (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES),
+                ),
+            ],
+            worker_num_warps=[4, 4, 4],
+            worker_num_regs=[152, 152, 56],
         )  # fmt: skip
 
 
@@ -503,8 +612,11 @@ def _tall_decode_kernel(
     table = pages.Table(
         page_ids, row, lens, num_ids, steps.num_pages, max_pages, steps[1], steps[2], steps[3]
     )
-    kv_head = gl.program_id(0) % SIZES.num_kv_heads
-    item = gl.program_id(0) // SIZES.num_kv_heads
+    ROWS: gl.constexpr = SIZES.q_len * SIZES.gqa_ratio
+    ROW_BLOCKS: gl.constexpr = (ROWS + BLOCKS.m - 1) // BLOCKS.m
+    HEAD_PROGRAMS: gl.constexpr = SIZES.num_kv_heads * ROW_BLOCKS
+    head_program = gl.program_id(0) % HEAD_PROGRAMS
+    item = gl.program_id(0) // HEAD_PROGRAMS
     if RULES.even:
         zeros = (
             gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0])),
@@ -525,39 +637,14 @@ def _tall_decode_kernel(
         num_splits = gl.where(item - first_item < num_splits, num_splits, 0)
     split = item - first_item
     parts = gl.maximum(num_splits, 1)
-    begin = gl.where(num_splits > 0, split * num_tiles // parts, 0)
-    end = gl.where(num_splits > 0, (split + 1) * num_tiles // parts, 0)
-    first = first_item * SIZES.num_kv_heads + kv_head
-    task = SplitOfHead(seq, kv_head, kv_len, begin, end, first, split, num_splits)
-    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_HALF, 128], gl.float16)
-    q_tiles = gl.allocate_shared_memory(gl.float16, [2, _HALF, 128], Q)
-    scale = _load_half(io, k_descale, task, q_tiles.index(0), qk_scale, 0, SIZES, K)
-    other_scale = _load_half(io, k_descale, task, q_tiles.index(1), qk_scale, 1, SIZES, K)
-    out = OutputRows(io.o, io.lse, io.sinks, io.o_token, io.o_head, io.lse_token, io.o_scale)
-    k_ring = _make_ring(BLOCKS.n, 2 if V.factors else 1, 2, K)
-    v_ring = _make_ring(BLOCKS.n, 2, 2, V)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                _attend_half,
-                (
-                    out, v_descale, workspace, task, k_ring, v_ring, q_tiles.index(0), scale, out_scale,
-                    merge, 0, SIZES, V, RULES,
-                ),
-            ),
-            (
-                _attend_half,
-                (
-                    out, v_descale, workspace, task, k_ring, v_ring, q_tiles.index(1), other_scale, out_scale,
-                    merge, 1, SIZES, V, RULES,
-                ),
-            ),
-            (
-                _widen_tiles,
-                (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES),
-            ),
-        ],
-        worker_num_warps=[4, 4],
-        worker_num_regs=[208, 88] if K.factors or V.factors else [216, 72],
+    task = TallTask(
+        seq, head_program % SIZES.num_kv_heads, seq * SIZES.q_len, SIZES.q_len, ROWS,
+        head_program // SIZES.num_kv_heads * BLOCKS.m, kv_len,
+        gl.where(num_splits > 0, split * num_tiles // parts, 0),
+        gl.where(num_splits > 0, (split + 1) * num_tiles // parts, 0),
+        first_item * HEAD_PROGRAMS + head_program, HEAD_PROGRAMS, split, num_splits,
+    )  # fmt: skip
+    attend_task(
+        io, k, v, k_descale, v_descale, table, workspace, task, qk_scale, out_scale, merge,
+        SIZES, K, V, RULES, BLOCKS, RULES.partial,
     )  # fmt: skip

@@ -55,13 +55,13 @@ class Share(NamedTuple):
 def count_tiles(
     q, table, seqs, batch, claimed, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, SCANS: tl.constexpr,
 ):  # fmt: skip
     """First query token, query tokens, tiles of rows and key tiles of each sequence that this launch serves.
 
     Key tiles are those that the first row's window and the last row's own key span.
     """
-    start, length, claimed = query_ranges(q, seqs, batch, claimed)
+    start, length, claimed = query_ranges(q, seqs, batch, claimed, SCANS)
     served = tl.minimum(length, q.max_len)
     served = tl.where((served >= q.least_len) & (served <= q.most_len), served, 0)
     keys = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
@@ -76,7 +76,7 @@ def count_tiles(
 def find_share(
     q, table, batch, item, slots, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, CAPPED: tl.constexpr, NVIDIA: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAPPED: tl.constexpr, NVIDIA: tl.constexpr, zeros=None,
 ):  # fmt: skip
     """The share of item `item` of all splits of all tiles of rows, a `Share`.
 
@@ -84,14 +84,18 @@ def find_share(
     more each, so size = total / (items - tiles of rows) gives at most that many items: as many as run at
     once, the `slots`, or twice the tiles of rows if these are many. `most_work_items` bounds that number.
 
-    CAPPED: a tile has no more splits than one program merges.
+    CAPPED: a tile has no more splits than one program merges. zeros: of Gluon, `SEQUENCES` zeros in the
+    layout of vectors; None in Triton.
     """
+    SCANS: tl.constexpr = zeros is not None
     total, row_tiles, claimed = batch * 0, batch * 0, batch * 0
     for first in range(0, batch, SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
+        if SCANS:
+            seqs += zeros
         _, _, tiles, keys, claimed = count_tiles(
             q, table, seqs, batch, claimed, APPENDS, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_M,
-            BLOCK_N,
+            BLOCK_N, SCANS,
         )  # fmt: skip
         total += tl.sum(tiles * keys, 0)
         row_tiles += tl.sum(tiles, 0)
@@ -103,9 +107,11 @@ def find_share(
     # Without tiles of rows nothing is left to find: the launch may have no sequence at all.
     for first in range(0, tl.where(row_tiles > 0, batch, 0), SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
+        if SCANS:
+            seqs += zeros
         start, length, tiles, keys, claimed = count_tiles(
             q, table, seqs, batch, claimed, APPENDS, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_M,
-            BLOCK_N,
+            BLOCK_N, SCANS,
         )  # fmt: skip
         splits = tl.maximum(tl.cdiv(keys, size), 1)
         if CAPPED:

@@ -11,7 +11,12 @@ SEQUENCES = tl.constexpr(32)
 
 
 @triton.jit
-def query_ranges(q, seqs, batch, claimed):
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def query_ranges(q, seqs, batch, claimed, SCANS: tl.constexpr = False):
     """First query token and number of query tokens of sequences, and `claimed` for those that follow.
 
     A token belongs to the first sequence that claims it, and a sequence with an entry of cu_seqlens_q outside
@@ -20,6 +25,7 @@ def query_ranges(q, seqs, batch, claimed):
     Args:
         seqs: neighbours, [SEQUENCES]; those from `batch` on have no tokens.
         claimed: the token behind all that earlier sequences claim.
+        SCANS: put starts in order by a scan, which the interpreter is slow at and Gluon needs no layout for.
     """
     inside = seqs < batch
     begin = tl.load(q.starts + seqs, mask=inside, other=0)
@@ -31,8 +37,9 @@ def query_ranges(q, seqs, batch, claimed):
     end = end.to(tl.int32)
     # Starts in order are their own running maximum, for the end of a sequence is the next one's start.
     unordered = inside & ~(known & (end >= begin))
-    if tl.max(unordered.to(tl.int32), 0) > 0:
-        # The interpreter is slow at scans.
+    if SCANS:
+        begin = tl.associative_scan(begin, 0, _larger)
+    elif tl.max(unordered.to(tl.int32), 0) > 0:
         begin = tl.max(tl.where(seqs[:, None] <= seqs[None, :], begin[:, None], 0), 0)
     return begin, tl.where(known, tl.maximum(end - begin, 0), 0), tl.max(begin, 0)
 

@@ -204,11 +204,12 @@ class PrefillInputs(Inputs):
         """The plan that the case asks for, with some arguments of the planning function changed."""
         case = self.case
         arguments = self.q, self.cache, self.table, self.starts
-        forced = {"kernel": case.kernel or None, "num_splits": case.num_splits or None, **changes}
+        forced = {"kernel": case.kernel or None, "num_splits": case.num_splits or None}
         if case.appends:
-            return plan_append(*arguments, fp8_compute=case.fp8_compute, **forced)
+            return plan_append(*arguments, fp8_compute=case.fp8_compute, **forced | changes)
         # Only a caller who knows that every sequence has one query can have decode.
-        return plan_prefill(*arguments, max_q_len=1 if case.kernel == "decode" else None, **forced)
+        forced |= {"max_q_len": 1 if case.kernel == "decode" else None}
+        return plan_prefill(*arguments, **forced | changes)
 
     def call(self, plan: PrefillPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The case's operation: `(o, lse)`. Scratch holds NaN before, and the output where it is given."""
