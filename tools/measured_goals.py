@@ -43,10 +43,9 @@ from narrowkv.testing.bench.measure import Call, check, time_checked
 from narrowkv.testing.bench.sage import SageBench, SageSizes
 from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
 from narrowkv.testing.bench.timing import Ceilings, GraphTimer, measure_ceilings
-from narrowkv.testing.bench.traffic import Run, StepInputs, TrafficBench
+from narrowkv.testing.bench.traffic import LayerStep, Run, StepInputs, TrafficBench
 from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.machine import versions
-from narrowkv.testing.traffic import LayerStep
 
 SHIPPED = "shipped"
 GLM, LLAMA, TP8, QWEN, D64, D256 = (

@@ -18,8 +18,8 @@ from narrowkv.cli import bench
 from narrowkv.testing import format_errors
 from narrowkv.testing.bench import decode
 from narrowkv.testing.bench.timing import Ceilings, Timing
-from narrowkv.testing.contracts import ContractSet
 from narrowkv.testing.format_errors import FP4_BEST, RECIPES
+from narrowkv.testing.operation import ContractSet
 from narrowkv.testing.operations import OPERATIONS
 from narrowkv.testing.places import Place
 

@@ -11,10 +11,13 @@ import torch
 from narrowkv.attn_decode import merge_states
 from narrowkv.testing.bench.measure import Bench, Columns
 from narrowkv.testing.cases import Case, Inputs, named
-from narrowkv.testing.contracts import ContractSet, Shape, alike, contracts
 from narrowkv.testing.operation import (
     Cases,
+    ContractSet,
     OperationEntry,
+    Shape,
+    alike,
+    contracts,
     option,
 )
 from narrowkv.testing.workgroups import corners

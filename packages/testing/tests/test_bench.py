@@ -17,13 +17,22 @@ from narrowkv.cdna_emulator.timing import MACHINES
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
-from narrowkv.testing.bench.comparison import KEYS, changes, regressions
 from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes, checker
 from narrowkv.testing.bench.decode import make as make_decode
 from narrowkv.testing.bench.indexer import IndexerBench, IndexerSizes
 from narrowkv.testing.bench.kernels import _read_kernel
 from narrowkv.testing.bench.large_cache import LargeCache
-from narrowkv.testing.bench.measure import Bench, Call, Row, measure, model_row, time_checked
+from narrowkv.testing.bench.measure import (
+    KEYS,
+    Bench,
+    Call,
+    Row,
+    changes,
+    measure,
+    model_row,
+    regressions,
+    time_checked,
+)
 from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes
 from narrowkv.testing.bench.prefill import make as make_prefill
 from narrowkv.testing.bench.sage import SageBench, SageSizes

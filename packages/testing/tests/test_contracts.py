@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from narrowkv.testing import operations
-from narrowkv.testing.contracts import Contract
+from narrowkv.testing.operation import Contract
 from narrowkv.testing.operations import BATCH_PREFILL as PREFILL
 from narrowkv.testing.operations import PAGED_DECODE as DECODE
 from narrowkv.testing.operations import SPARSE_DECODE, contract_sets, sample

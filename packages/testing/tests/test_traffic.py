@@ -9,8 +9,17 @@ import torch
 
 from narrowkv.attn_prefill import batch_prefill_reference
 from narrowkv.quant.accuracy import compare
-from narrowkv.testing.bench.traffic import FORCED, ChoicesBench, TrafficBench
-from narrowkv.testing.traffic import LONGEST, MODELS, SHORTEST, TRAFFIC, LayerStep, grid, serving_steps
+from narrowkv.testing.bench.traffic import (
+    FORCED,
+    LONGEST,
+    SHORTEST,
+    ChoicesBench,
+    LayerStep,
+    TrafficBench,
+    grid,
+    serving_steps,
+)
+from narrowkv.testing.words import SERVED_MODELS, TRAFFIC
 
 
 def test_the_same_seed_gives_the_same_lengths_whatever_else_is_asked_for() -> None:
@@ -30,7 +39,7 @@ def test_lengths_are_lognormal_within_their_bounds() -> None:
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_each_kind_of_step_has_the_new_tokens_that_it_is_named_after(traffic: str) -> None:
-    steps = serving_steps(list(MODELS), [traffic], [1, 64, 256], ["fp8_e4m3fn"])
+    steps = serving_steps(list(SERVED_MODELS), [traffic], [1, 64, 256], ["fp8_e4m3fn"])
     for step in steps:
         assert all(0 < new <= full for new, full in zip(step.q_lens, step.lens, strict=True))
         few = [new for new in step.q_lens if new <= 16]

@@ -23,25 +23,27 @@ from narrowkv.cli.report import (
 from narrowkv.cli.running import check_amd_backend, run_all
 from narrowkv.context_parallel.ranks import run_ranks
 from narrowkv.testing.backends import PEERS
-from narrowkv.testing.bench.comparison import KEYS, changes, load_baseline, regressions
 from narrowkv.testing.bench.context_parallel import LINKS, Measured, Setting, measure_ranks, predict
 from narrowkv.testing.bench.host import measure_host
 from narrowkv.testing.bench.measure import (
+    KEYS,
     Bench,
     Columns,
     ModelCall,
     ModelRow,
     Record,
     Row,
+    changes,
+    load_baseline,
     model_row,
     ratio_of,
+    regressions,
 )
 from narrowkv.testing.bench.timing import FLUSH_BYTES, Ceilings, GraphTimer, measure_ceilings
-from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
+from narrowkv.testing.bench.traffic import ChoicesBench, LayerStep, TrafficBench, rehearsals
 from narrowkv.testing.machine import gpus, versions
 from narrowkv.testing.places import find_place
 from narrowkv.testing.records import number
-from narrowkv.testing.traffic import LayerStep, rehearsals
 
 Shape = TypeVar("Shape")
 

@@ -9,10 +9,8 @@ import torch
 from rich.text import Text
 
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, check_writable
-from narrowkv.testing.bench.comparison import markdown
-from narrowkv.testing.machine import describe
-from narrowkv.testing.machine_report import ReportCommand, commands, report_document, run_steps
-from narrowkv.testing.masked_loads import masked_load_errors
+from narrowkv.testing.machine import describe, masked_load_errors
+from narrowkv.testing.machine_report import ReportCommand, commands, markdown, report_document, run_steps
 
 
 def report_environment(report: Report, probe: bool = False) -> ExitCode:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowkv.testing import workgroups
-from narrowkv.testing.contracts import (
+from narrowkv.testing.operation import (
     BOUND_16_BIT_QUERY,
     BOUND_FP8_COMPUTE,
     BOUND_FP8_P,
@@ -26,16 +26,14 @@ from narrowkv.testing.contracts import (
     GLM_GQA12,
     PAGES,
     WIDE_HEADS,
+    Cases,
     Contract,
     ContractSet,
+    Family,
+    OperationEntry,
     Shape,
     alike,
     contracts,
-)
-from narrowkv.testing.operation import (
-    Cases,
-    Family,
-    OperationEntry,
     option,
 )
 from narrowkv.testing.words import (

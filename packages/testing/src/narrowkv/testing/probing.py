@@ -18,7 +18,7 @@ from narrowkv.testing.backends import OURS, PEERS, Backend, NotAnsweringError
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.checking import Sample, check_sample, reason_of
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call, loop_model
-from narrowkv.testing.contracts import Contract, ContractSet, Shape
+from narrowkv.testing.operation import Contract, ContractSet, Shape
 from narrowkv.testing.operations import contract_case, operation_of
 from narrowkv.testing.places import AMD_TARGETS, Place, find_place
 from narrowkv.testing.records import number
