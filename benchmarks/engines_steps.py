@@ -48,7 +48,7 @@ from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.bench.host import NullExecutor
 from narrowkv.testing.bench.timing import GraphTimer
-from narrowkv.testing.bench.traffic import LayerStep, TrafficBench
+from narrowkv.testing.bench.traffic import LayerStep, step_tensors
 from narrowkv.testing.machine import versions
 from narrowkv.testing.records import SCHEMA_VERSION
 
@@ -96,7 +96,7 @@ class Model:
         made = LayerStep(MODELS[heads], "", largest.q_lens, largest.lens, capacity=CAPACITY)
         self.heads, self.device = heads, device
         if device == "cuda":
-            inputs = TrafficBench(device=device).inputs(made)
+            inputs = step_tensors(device)(made)
             self.q, self.cache, self.ids = inputs.q, inputs.cache, inputs.table.page_ids
         else:  # nothing is computed
             sizes = made.heads

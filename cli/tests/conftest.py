@@ -63,7 +63,7 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
     monkeypatch.setattr(bench, "gpus", lambda: [{"name": "stand-in", "target": "cpu"}])
     monkeypatch.setattr(bench, "measure_ceilings", lambda timer: Ceilings(3e12, 3e12, 8e14))
     monkeypatch.setattr(bench, "GraphTimer", lambda samples, seconds: timer)
-    monkeypatch.setattr(decode, "DecodeBench", partial(decode.DecodeBench, device="cpu"))
+    monkeypatch.setattr(decode, "decode_bench", partial(decode.decode_bench, device="cpu"))
     return timer
 
 

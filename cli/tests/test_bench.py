@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,11 +108,8 @@ ALIKE = traffic.LayerStep("llama-70b-tp8", "speculative", (2, 2), (30, 9), capac
 def small_steps(stand_in_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A machine whose GPU is the CPU, and steps that it runs in a moment."""
 
-    def on_cpu(made: Any, *peers: Any, **_: str) -> Any:
-        return made(*peers[:1], device="cpu")
-
-    for name in ("TrafficBench", "ChoicesBench"):
-        monkeypatch.setattr(bench, name, partial(on_cpu, getattr(traffic, name)))
+    monkeypatch.setattr(bench, "traffic_bench", lambda peers, _: traffic.traffic_bench(peers, "cpu"))
+    monkeypatch.setattr(bench, "choices_bench", lambda _: traffic.choices_bench("cpu"))
     monkeypatch.setattr(traffic, "serving_steps", lambda *_: [STEP, ALIKE])
     monkeypatch.setattr(traffic, "grid", lambda: [STEP])
     monkeypatch.setitem(traffic.FORCED, "batch_prefill", ({"kernel": "fused", "num_splits": 4},))

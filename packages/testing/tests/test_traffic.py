@@ -13,11 +13,11 @@ from narrowkv.testing.bench.traffic import (
     FORCED,
     LONGEST,
     SHORTEST,
-    ChoicesBench,
     LayerStep,
-    TrafficBench,
+    choices_bench,
     grid,
     serving_steps,
+    step_tensors,
 )
 from narrowkv.testing.words import SERVED_MODELS, TRAFFIC
 
@@ -66,7 +66,7 @@ def test_a_rehearsal_keeps_the_kind_of_step(step: LayerStep) -> None:
 @pytest.mark.parametrize("appends", [False, True])
 def test_the_expected_rows_are_those_of_the_reference(appends: bool) -> None:
     step = LayerStep("llama-70b-tp8", "mixed", (1, 40, 3), (30, 45, 9), "fp8_e4m3fn", appends=appends)
-    inputs = TrafficBench(device="cpu").inputs(step)
+    inputs = step_tensors("cpu")(step)
     out = torch.empty_like(inputs.q)
     o = (inputs.prefill_append if appends else inputs.batch_prefill)(out)()
     error = inputs.error()
@@ -90,7 +90,7 @@ def test_every_forced_choice_gives_the_same_answer(monkeypatch: pytest.MonkeyPat
         LayerStep("llama-70b-tp8", "mixed", (1, 1, 20), (30, 9, 40), appends=True),
         LayerStep("llama-70b-tp8", "speculative", (2, 2), (30, 9), capacity=64),
     ):
-        rows = ChoicesBench(device="cpu").rehearse(step)
+        rows = choices_bench("cpu").rehearse(step)
         assert [row.detail for row in rows if row.status != "pass"] == []
         calls = {row.labels["call"] for row in rows}
         assert calls == (

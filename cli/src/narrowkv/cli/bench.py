@@ -40,7 +40,7 @@ from narrowkv.testing.bench.measure import (
     regressions,
 )
 from narrowkv.testing.bench.timing import FLUSH_BYTES, Ceilings, GraphTimer, measure_ceilings
-from narrowkv.testing.bench.traffic import ChoicesBench, LayerStep, TrafficBench, rehearsals
+from narrowkv.testing.bench.traffic import LayerStep, choices_bench, rehearsals, traffic_bench
 from narrowkv.testing.machine import gpus, versions
 from narrowkv.testing.places import find_place
 from narrowkv.testing.records import number
@@ -127,7 +127,7 @@ def bench_traffic(steps: Sequence[LayerStep], report: Report, *, samples: int, c
     has_gpu = torch.cuda.is_available()
     device = "cuda" if has_gpu else "cpu"
     peers = [peer for peer in PEERS if peer.absent(has_gpu) is None]
-    chosen = ChoicesBench(device=device) if choices else TrafficBench(peers, device)
+    chosen = choices_bench(device) if choices else traffic_bench(peers, device)
     if has_gpu:
         return bench(chosen, steps, report, samples=samples)
     report.say("There is no GPU: a rehearsal of smaller steps, whose answers are checked. Nothing is timed.")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ __all__ = [
 
 Record = Mapping[str, Any]
 """A measured row as an object."""
+Key = TypeVar("Key")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,19 @@ class Columns:
     series: tuple[str, ...] = ()
     figures: Mapping[str, Callable[[Record], str]] = field(default_factory=dict)
     shown: Callable[[Sequence[Record]], Sequence[Record]] = list
+
+
+def keeping_last(make: Callable[[Key], Made], key: Callable[[Key], object]) -> Callable[[Key], Made]:
+    """`make`, whose last result serves further arguments of its key, and is freed before another is made."""
+    kept: dict[object, Made] = {}
+
+    def get(argument: Key) -> Made:
+        if key(argument) not in kept:
+            kept.clear()  # frees the old one before the new one is made
+            kept[key(argument)] = make(argument)
+        return kept[key(argument)]
+
+    return get
 
 
 def microseconds(name: str) -> Callable[[Record], str]:
@@ -307,37 +322,30 @@ def check(call: Call, sizes: Mapping[str, Any]) -> Row:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Bench(Generic[Shape]):
-    """The calls of one operation at given sizes; a subclass describes them.
+    """The calls of one operation at given sizes.
 
     Attributes:
         name: of the bench.
         columns: of its table.
+        calls: of a shape; each is measured before the next is made.
+        modelled: calls of a shape for the timing model of AMD targets.
+        sizes: what a row says about its shape, which is a dataclass unless this is given.
         seconds: see `GraphTimer`.
         ratio: name of the figure that compares a row with the fastest of the calls for which
             `is_baseline` holds; empty for none.
+        is_baseline: whether other rows of the shape are compared with a row.
     """
 
-    name: ClassVar[str]
-    columns: ClassVar[Columns] = Columns()
-    seconds: ClassVar[float] = 0.5
-    ratio: ClassVar[str] = ""
-
-    def calls(self, shape: Shape) -> Iterable[Call]:
-        """The calls of a shape; each is measured before the next is made."""
-        raise NotImplementedError
-
-    def modelled(self, shape: Shape) -> Iterable[ModelCall]:
-        """The calls of a shape for the timing model of AMD targets."""
-        raise NotImplementedError
-
-    def sizes(self, shape: Shape) -> dict[str, Any]:
-        """What a row says about its shape."""
-        return asdict(shape)  # type: ignore[call-overload,no-any-return]  # every shape is a dataclass
-
-    def is_baseline(self, row: Row) -> bool:
-        """Whether other rows of the shape are compared with this one."""
-        return False
+    name: str
+    columns: Columns
+    calls: Callable[[Shape], Iterable[Call]]
+    modelled: Callable[[Shape], Iterable[ModelCall]] = lambda shape: ()
+    sizes: Callable[[Any], dict[str, Any]] = asdict
+    seconds: float = 0.5
+    ratio: str = ""
+    is_baseline: Callable[[Row], bool] = lambda row: False
 
     def rehearse(self, shape: Shape) -> tuple[Row, ...]:
         """The rows of a shape whose calls are checked and not timed."""

@@ -26,13 +26,13 @@ from narrowkv.runtime.attention.reference import attention_reference
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing.backends import PEER_BOUND, Backend
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
-from narrowkv.testing.bench.measure import Bench, Call, Columns, Row, ratio_of
+from narrowkv.testing.bench.measure import Bench, Call, Columns, keeping_last, ratio_of
 from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.words import SERVED_MODELS, Heads
 
 __all__ = [
-    "AUTOMATIC", "FORCED", "ChoicesBench", "LayerStep", "StepInputs", "TrafficBench", "best_choices", "grid",
-    "rehearsals", "serving_steps",
+    "AUTOMATIC", "FORCED", "LayerStep", "StepInputs", "best_choices", "choices_bench", "grid", "rehearsals",
+    "serving_steps", "step_tensors", "traffic_bench",
 ]  # fmt: skip
 
 _CHECKED_TOKENS = 8  # at either end of a sequence's new tokens
@@ -361,15 +361,58 @@ def best_choices(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 _SIZES = {"batch": "batch", "new": "new_tokens", "keys": "keys"}
 
 
-class TrafficBench(Bench[LayerStep]):
+def step_tensors(device: str = "cuda") -> Callable[[LayerStep], StepInputs]:
+    """A function that makes the tensors of a step, pages shuffled; steps of about one size share a cache.
+
+    Args:
+        device: of the tensors.
+    """
+    caches = keeping_last(partial(LargeCache, device=device), LargeCache.key)
+
+    def inputs(step: LayerStep) -> StepInputs:
+        tokens = max(step.cache.context, step.page_size)
+        sizes = replace(step.cache, context=step.page_size << (tokens // step.page_size - 1).bit_length())
+        cache, _ = caches(sizes).view(sizes)
+        random = torch.Generator(device).manual_seed(1)
+        heads, new = step.heads, sum(step.q_lens)
+        q, k_new, v_new = (
+            torch.randn(new, count, heads.head_dim, generator=random, device=device).bfloat16()
+            for count in (heads.num_qo_heads, heads.num_kv_heads, heads.num_kv_heads)
+        )
+        order = torch.randperm(cache.num_pages, generator=random, device=device).int()
+        ids = torch.full((len(step.lens), step.max_pages), _NO_PAGE, dtype=torch.int32, device=device)
+        begin = 0
+        for row, count in zip(ids, step.pages, strict=True):
+            row[:count] = order[begin : begin + count]
+            begin += count
+        starts = torch.tensor([0, *step.q_lens], device=device).cumsum(0).int()
+        lens = torch.tensor(step.lens, dtype=torch.int32, device=device)
+        known = {"cached_lens": lens - starts.diff()} if step.appends else {"seq_lens": lens}
+        table = PageTable.from_block_table(ids, **known, page_size=step.page_size)
+        return StepInputs(step, q, cache, table, starts, (k_new, v_new))
+
+    return inputs
+
+
+def traffic_bench(peers: Sequence[Backend] = (), device: str = "cuda") -> Bench[LayerStep]:
     """Steps of a serving engine, by narrowkv's calls and by other implementations.
 
     Args:
         peers: other implementations, which are asked about steps that store nothing.
         device: of the tensors.
     """
+    tensors = step_tensors(device)
 
-    name = "traffic"
+    def calls(step: LayerStep) -> Iterator[Call]:
+        """Narrowkv's automatic calls, then the peers'."""
+        inputs = tensors(step)
+        ours = list(_automatic(inputs))
+        yield from ours
+        for peer in () if step.appends else peers:
+            labels = {"backend": peer.name, "call": "", "choice": ""}
+            prepare = partial(peer.prepare, inputs)
+            yield replace(ours[0], labels=labels, prepare=prepare, bound=PEER_BOUND, is_peer=True)
+
     columns = Columns(
         {
             "model": "model",
@@ -381,83 +424,23 @@ class TrafficBench(Bench[LayerStep]):
         ("backend", "call", "model"),
         {"x best peer": ratio_of("ratio_to_peer")},
     )
-    seconds = 0.2
-    ratio = "ratio_to_peer"
-
-    def __init__(self, peers: Sequence[Backend] = (), device: str = "cuda") -> None:
-        self._peers = peers
-        self._device = device
-        self._pool: LargeCache | None = None
-
-    def sizes(self, step: LayerStep) -> dict[str, Any]:
-        """What a row says about its step."""
-        return step.sizes()
-
-    def inputs(self, step: LayerStep) -> StepInputs:
-        """The tensors of a step, pages shuffled."""
-        cache = self._cache(step)
-        random = torch.Generator(self._device).manual_seed(1)
-        heads, new = step.heads, sum(step.q_lens)
-        q, k_new, v_new = (
-            torch.randn(new, count, heads.head_dim, generator=random, device=self._device).bfloat16()
-            for count in (heads.num_qo_heads, heads.num_kv_heads, heads.num_kv_heads)
-        )
-        order = torch.randperm(cache.num_pages, generator=random, device=self._device).int()
-        ids = torch.full((len(step.lens), step.max_pages), _NO_PAGE, dtype=torch.int32, device=self._device)
-        begin = 0
-        for row, count in zip(ids, step.pages, strict=True):
-            row[:count] = order[begin : begin + count]
-            begin += count
-        starts = torch.tensor([0, *step.q_lens], device=self._device).cumsum(0).int()
-        lens = torch.tensor(step.lens, dtype=torch.int32, device=self._device)
-        if step.appends:
-            old = lens - starts.diff()
-            table = PageTable.from_block_table(ids, cached_lens=old, page_size=step.page_size)
-        else:
-            table = PageTable.from_block_table(ids, lens, page_size=step.page_size)
-        return StepInputs(step, q, cache, table, starts, (k_new, v_new))
-
-    def _cache(self, step: LayerStep) -> PagedKVCache:
-        """A cache that the step fits in; steps of about the same size share it."""
-        tokens = max(step.cache.context, step.page_size)
-        sizes = replace(step.cache, context=step.page_size << (tokens // step.page_size - 1).bit_length())
-        if self._pool is None or not self._pool.fits(sizes):
-            self._pool = None  # frees the old one before the new one is made
-            self._pool = LargeCache(sizes, device=self._device)
-        return self._pool.view(sizes)[0]
-
-    def calls(self, step: LayerStep) -> Iterator[Call]:
-        """Narrowkv's automatic calls, then the peers'."""
-        inputs = self.inputs(step)
-        ours = list(_automatic(inputs))
-        yield from ours
-        for peer in () if step.appends else self._peers:
-            labels = {"backend": peer.name, "call": "", "choice": ""}
-            prepare = partial(peer.prepare, inputs)
-            yield replace(ours[0], labels=labels, prepare=prepare, bound=PEER_BOUND, is_peer=True)
-
-    def is_baseline(self, row: Row) -> bool:
-        """A peer's row."""
-        return row.labels["backend"] != "narrowkv"
+    return Bench(
+        name="traffic", columns=columns, calls=calls, sizes=LayerStep.sizes, seconds=0.2,
+        ratio="ratio_to_peer", is_baseline=lambda row: row.labels["backend"] != "narrowkv",
+    )  # fmt: skip
 
 
-class ChoicesBench(TrafficBench):
-    """Narrowkv's automatic calls of a step, and every forced kernel and split of the same calls."""
+def choices_bench(device: str = "cuda") -> Bench[LayerStep]:
+    """Narrowkv's automatic calls of a step, and every forced kernel and split of the same calls.
 
-    name = "choices"
-    columns = Columns(
-        {"model": "model", "step": "traffic", "format": "format", "call": "call", "choice": "choice"},
-        _SIZES,
-        ("call", "choice"),
-        {"x best": ratio_of("ratio_to_best")},
-        best_choices,
-    )
-    seconds = 0.05
-    ratio = "ratio_to_best"
+    Args:
+        device: of the tensors.
+    """
+    tensors = step_tensors(device)
 
-    def calls(self, step: LayerStep) -> Iterator[Call]:
+    def calls(step: LayerStep) -> Iterator[Call]:
         """Automatic calls, then forced ones; what a kernel refuses is left out."""
-        inputs = self.inputs(step)
+        inputs = tensors(step)
         ours = list(_automatic(inputs))
         yield from ours
         for name in (*_operations(step), *(() if step.appends else ("two_calls",))):
@@ -470,9 +453,17 @@ class ChoicesBench(TrafficBench):
                 labels = {"backend": "narrowkv", "call": name, "choice": choice or "the caller's"}
                 yield replace(ours[0], labels=labels, prepare=partial(_prepared, run))
 
-    def is_baseline(self, row: Row) -> bool:
-        """A forced choice's row."""
-        return row.labels["choice"] != AUTOMATIC
+    columns = Columns(
+        {"model": "model", "step": "traffic", "format": "format", "call": "call", "choice": "choice"},
+        _SIZES,
+        ("call", "choice"),
+        {"x best": ratio_of("ratio_to_best")},
+        best_choices,
+    )
+    return Bench(
+        name="choices", columns=columns, calls=calls, sizes=LayerStep.sizes, seconds=0.05,
+        ratio="ratio_to_best", is_baseline=lambda row: row.labels["choice"] != AUTOMATIC,
+    )  # fmt: skip
 
 
 def _kernels(names: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
