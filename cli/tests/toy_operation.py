@@ -20,7 +20,7 @@ from narrowkv.testing.operation import (
     contracts,
     option,
 )
-from narrowkv.testing.workgroups import corners
+from narrowkv.testing.operations import corners
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ def _measure(
     done, interrupted = run_all(
         report, shapes, work, tuple[Row, ...], what="measuring", settings={"bench": bench.name, **settings}
     )
-    if report.files.resume is not None:
+    if report.resume is not None:
         report.note("rows that --resume kept have the floor of the run that measured them")
     return [row for _, found in done for row in found], ceilings, interrupted
 

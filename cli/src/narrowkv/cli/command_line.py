@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from narrowkv.cli.report import ExitCode, Report, ReportFiles, UnsupportedHereError, UsageError, spelled
+from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, spelled
 from narrowkv.testing.cases import unknown
 from narrowkv.testing.words import AMD_TARGETS, CACHE_FORMATS, FP4, PLACES, QUERY_DTYPES, SCALE_GROUPS
 
@@ -120,7 +120,7 @@ def command(
             typed = frozenset(name for name in (*values, *files) if _is_typed(ctx, name))
             for parameter, group in groups.items():
                 values[parameter] = group(**{f.name: values.pop(f.name) for f in fields(group)})
-            report = Report(title or name, as_json=as_json, files=ReportFiles(**paths), typed=typed)
+            report = Report(title or name, as_json=as_json, typed=typed, **paths)
             raise typer.Exit(int(work(report, **values)))
 
         own = list(inspect.signature(work, eval_str=True).parameters.values())[1:]

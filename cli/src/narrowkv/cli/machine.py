@@ -71,6 +71,6 @@ def write_report(report: Report, *, folder: Path, minutes: float, quick: bool = 
     document = report_document(environment, steps)
     files[1].write_text(markdown(document))
     faulty = [step for step in steps if step.exit_code]
-    report.files = type(report.files)(out=files[0])
+    report.out = files[0]
     report.line(f"written: {files[0]} and {files[1]}; {len(faulty)} of {len(steps)} commands failed")
     return report.finish(document, ExitCode.NUMERICAL if faulty else ExitCode.OK)

@@ -185,7 +185,7 @@ def _matrix(seen: ProbeRun, width: int) -> Iterator[Line]:
         for column in asked
     }
     widths = {
-        column: max(*map(len, column.head), *(len(cells[row, column][0]) for row, c in cells if c == column))
+        column: max(*map(len, column[0]), *(len(cells[row, column][0]) for row, c in cells if c == column))
         for column in asked
     }
     # Columns that do not fit beside the others stand below them.
@@ -205,7 +205,7 @@ def _matrix(seen: ProbeRun, width: int) -> Iterator[Line]:
             if band is bands[0] or any(cells[row, column][0] != "-" for row in rows for column in band)
         }
         for i in (0, 1):
-            heads = (f"{'':{_CELL_GAP}}{column.head[i]:{widths[column]}}" for column in band)
+            heads = (f"{'':{_CELL_GAP}}{column[0][i]:{widths[column]}}" for column in band)
             yield f"{'' if i == 0 else 'KV cache':{labels}}{''.join(heads)}".rstrip(), "bold"
         for title, rows in shown.items():
             yield title, "cyan"

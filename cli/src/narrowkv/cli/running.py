@@ -46,7 +46,7 @@ def find_places(names: Sequence[str] | None, *, races: bool = False, hazards: bo
         UnsupportedHereError: this machine does not have a place.
     """
     # All names are checked before any is looked for: a wrong name is a wrong name on every machine.
-    found = choices("--on", names, tuple(places.PLACES)) if names else [places.find_place(None).name]
+    found = choices("--on", names, places.PLACES) if names else [places.find_place(None).name]
     if (races or hazards) and not set(found) <= set(AMD_TARGETS):
         option = "--detect-hazards" if hazards else "--detect-races"
         wrong = next(name for name in found if name not in AMD_TARGETS)
@@ -137,7 +137,7 @@ def run_all(
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     depends = {"command": report.command, "versions": versions(), "gpu": gpu, "settings": settings}
     try:
-        journal = Journal(report.files.resume, depends, kind)
+        journal = Journal(report.resume, depends, kind)
     except ValueError as error:
         raise UsageError(f"--resume: {error}") from None
     kept = [task for task in tasks if task in journal]
@@ -153,7 +153,7 @@ def run_all(
             for task in kept:
                 take(task, journal.result(task))
             if kept:
-                report.note(f"{len(kept)} of {len(tasks)} finished before, by {report.files.resume}")
+                report.note(f"{len(kept)} of {len(tasks)} finished before, by {report.resume}")
             for part, count in (
                 ([task for task in left if on_gpu(task)], 1),
                 ([task for task in left if not on_gpu(task)], jobs),

@@ -175,6 +175,12 @@ def check_sample(target: str, inputs: Inputs, call: Callable[[], torch.Tensor], 
     return SampleResult(error, taken, "; ".join(problems), tuple(executor.runs))
 
 
+def reason_of(error: BaseException) -> str:
+    """The class of an error, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 @dataclass(frozen=True)
 class CaseTask:
     """A case, where to run it, and what an emulated place watches."""
@@ -183,12 +189,6 @@ class CaseTask:
     place: str
     detect_races: bool = False
     detect_hazards: bool = False
-
-
-def reason_of(error: BaseException) -> str:
-    """The class of an error, and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def run_task(task: CaseTask) -> Any:

@@ -14,16 +14,14 @@ from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from narrowkv.testing.workgroups import SampledLaunch, Workgroup
-
 if TYPE_CHECKING:
     from narrowkv.runtime.targets import Target
     from narrowkv.testing.cases import Case
 
 __all__ = [
     "BOUND_16_BIT_QUERY", "BOUND_FP8_COMPUTE", "BOUND_FP8_P", "BOUND_SPARSE", "FP4", "FP8", "GLM_GQA12",
-    "PAGES", "WIDE_HEADS", "Cases", "Contract", "ContractSet", "Family", "OperationEntry", "Shape", "alike",
-    "contracts", "option",
+    "PAGES", "WIDE_HEADS", "Cases", "Contract", "ContractSet", "Family", "OperationEntry", "SampledLaunch",
+    "Shape", "Workgroup", "alike", "contracts", "option",
 ]  # fmt: skip
 
 
@@ -168,6 +166,34 @@ def option(
     """
     said = {"help": help, "words": words, "kind": kind, "least": least, "measured": measured}
     return field(default=default, metadata={**said, "metavar": metavar})
+
+
+Workgroup = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class SampledLaunch:
+    """One launch as a sample sees it.
+
+    Attributes:
+        kernel: name of the kernel.
+        grid: its workgroups.
+        constexprs: its compile-time arguments.
+    """
+
+    kernel: str
+    grid: Workgroup
+    constexprs: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Workgroups of the grid."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    def everything(self) -> Iterable[Workgroup]:
+        """All workgroups, x fastest."""
+        x, y, z = self.grid
+        return ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
 
 
 @dataclass(frozen=True)

@@ -387,7 +387,7 @@ def step_tensors(device: str = "cuda") -> Callable[[LayerStep], StepInputs]:
             begin += count
         starts = torch.tensor([0, *step.q_lens], device=device).cumsum(0).int()
         lens = torch.tensor(step.lens, dtype=torch.int32, device=device)
-        known = {"cached_lens": lens - starts.diff()} if step.appends else {"seq_lens": lens}
+        known: dict[str, Any] = {"cached_lens": lens - starts.diff()} if step.appends else {"seq_lens": lens}
         table = PageTable.from_block_table(ids, **known, page_size=step.page_size)
         return StepInputs(step, q, cache, table, starts, (k_new, v_new))
 
