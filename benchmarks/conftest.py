@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.testing.bench.comparison import baseline_file, changes, load_baseline, regressions
-from narrowkv.testing.bench.measure import Row
+from narrowkv.testing.bench.measure import Row, baseline_file, changes, load_baseline, regressions
 from narrowkv.testing.bench.timing import Ceilings, GraphTimer, Timing, measure_ceilings
 from narrowkv.testing.machine import gpus, versions
 from narrowkv.testing.records import SCHEMA_VERSION, jsonable

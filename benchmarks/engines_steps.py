@@ -46,10 +46,9 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant import relative_l1
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import get_target
-from narrowkv.testing import traffic
 from narrowkv.testing.bench.host import NullExecutor
 from narrowkv.testing.bench.timing import GraphTimer
-from narrowkv.testing.bench.traffic import TrafficBench
+from narrowkv.testing.bench.traffic import LayerStep, step_tensors
 from narrowkv.testing.machine import versions
 from narrowkv.testing.records import SCHEMA_VERSION
 
@@ -94,10 +93,10 @@ class Model:
     """Tensors of a layer's attention, for steps of up to the largest."""
 
     def __init__(self, heads: str, largest: Sizes, device: str, vllm: str | None) -> None:
-        made = traffic.LayerStep(MODELS[heads], "", largest.q_lens, largest.lens, capacity=CAPACITY)
+        made = LayerStep(MODELS[heads], "", largest.q_lens, largest.lens, capacity=CAPACITY)
         self.heads, self.device = heads, device
         if device == "cuda":
-            inputs = TrafficBench(device=device).inputs(made)
+            inputs = step_tensors(device)(made)
             self.q, self.cache, self.ids = inputs.q, inputs.cache, inputs.table.page_ids
         else:  # nothing is computed
             sizes = made.heads

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes
+from narrowkv.testing.bench.decode import DecodeSizes, decode_bench
 
 from .conftest import CLOCK, BenchmarkTimer, Session
 
@@ -38,7 +38,7 @@ SHAPES = {
 @pytest.mark.benchmark(group="paged_decode", timer=CLOCK)
 @pytest.mark.parametrize("name", SHAPES)
 def test_decode(name: str, session: Session, benchmark: Any) -> None:
-    (row,) = DecodeBench().measure(SHAPES[name], session.ceilings, BenchmarkTimer(benchmark))
+    (row,) = decode_bench().measure(SHAPES[name], session.ceilings, BenchmarkTimer(benchmark))
     benchmark.extra_info.update(
         device_time=True,
         ratio_to_floor=row.ratio_to_floor,

@@ -18,8 +18,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.cases.decode import K8V4
 from narrowkv.testing.cases.prefill import PrefillCase
-from narrowkv.testing.codegen import compile_call
-from narrowkv.testing.roofline import matrix_share
+from narrowkv.testing.codegen import compile_call, matrix_share
 
 NATIVE = {"gfx942": "fp8_e4m3fnuz", "gfx950": "fp8_e4m3fn"}
 FP8_QUERIES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e4m3fnuz": torch.float8_e4m3fnuz}

@@ -10,7 +10,7 @@ from generated_code import both_targets
 
 from narrowkv.cdna_emulator import Program, Result, run
 from narrowkv.testing import emulation
-from narrowkv.testing.contracts import Contract
+from narrowkv.testing.operation import Contract
 from narrowkv.testing.operations import contract_sets
 from narrowkv.testing.probing import PASS, Task, run_task
 

@@ -29,7 +29,7 @@ from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.emulation import EmulateExecutor
-from narrowkv.testing.workgroups import Workgroup
+from narrowkv.testing.operation import Workgroup
 
 _NATIVE_FP8 = {"gfx942": "fp8_e4m3fnuz", "gfx950": "fp8_e4m3fn"}
 

@@ -12,10 +12,10 @@ import torch
 from narrowkv.attn_decode import merge_states, merge_states_reference
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.sage import sage_attention
-from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.decode import DecodeCase
 from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sparse import SparseCase
+from narrowkv.testing.checking import assert_agrees
 
 pytestmark = pytest.mark.sampled
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tool_modules import load_tool
 
-from narrowkv.testing.traffic import LayerStep
+from narrowkv.testing.bench.traffic import LayerStep
 
 TOOL = load_tool("measured_goals")
 LINES = TOOL.lines()

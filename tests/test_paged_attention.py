@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowkv.paged_cache import PageTable
-from narrowkv.testing.agreement import assert_right
 from narrowkv.testing.cases.decode import DecodeCase
 from narrowkv.testing.cases.prefill import PrefillCase, poison_plan
+from narrowkv.testing.checking import assert_right
 
 
 @dataclass(frozen=True)

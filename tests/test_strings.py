@@ -19,7 +19,7 @@ import typer.main
 from test_docs import PAGES, commands, name_of
 
 from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
-from narrowkv.cli import options
+from narrowkv.cli import command_line
 from narrowkv.cli.app import app
 from narrowkv.cli.inspection import parse_call
 from narrowkv.testing.cases import CaseError, parse_case
@@ -79,13 +79,13 @@ def check_values(context: Any) -> None:
     given, command = context.params, context.info_name
     for name, known in (("on", PLACES), ("target", AMD_TARGETS), ("mode", SPARSE_WAYS)):
         if given.get(name):
-            options.choices(f"--{name}", given[name], known)
+            command_line.choices(f"--{name}", given[name], known)
     if given.get("cache_format"):
-        options.cache_formats("--format", given["cache_format"])
+        command_line.cache_formats("--format", given["cache_format"])
     if given.get("q") and command in ("decode", "warmup"):
-        options.one_of("--q", given["q"], QUERY_DTYPES)
+        command_line.one_of("--q", given["q"], QUERY_DTYPES)
     if command == "probe" and given["contract_set"] not in ("cp", "models"):
-        options.one_of("CONTRACT-SET", given["contract_set"], tuple(contract_sets()))
+        command_line.one_of("CONTRACT-SET", given["contract_set"], tuple(contract_sets()))
     cases = given.get("case") or ()
     for line in (cases,) if isinstance(cases, str) else cases:
         if command == "model":

@@ -40,13 +40,12 @@ from narrowkv.runtime.launch import KernelSpec, recording, warmup
 from narrowkv.testing.backends import PEER_BOUND, PEERS
 from narrowkv.testing.bench.host import measure_calls
 from narrowkv.testing.bench.measure import Call, check, time_checked
-from narrowkv.testing.bench.sage import SageBench, SageSizes
-from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
+from narrowkv.testing.bench.sage import SageSizes, sage_bench
+from narrowkv.testing.bench.sparse import SparseSizes, sparse_bench
 from narrowkv.testing.bench.timing import Ceilings, GraphTimer, measure_ceilings
-from narrowkv.testing.bench.traffic import Run, StepInputs, TrafficBench
+from narrowkv.testing.bench.traffic import LayerStep, Run, StepInputs, step_tensors
 from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.machine import versions
-from narrowkv.testing.traffic import LayerStep
 
 SHIPPED = "shipped"
 GLM, LLAMA, TP8, QWEN, D64, D256 = (
@@ -268,9 +267,9 @@ class Calls:
     def __init__(self, device: str, wanted: str) -> None:
         on_gpu = device == "cuda"
         self._peers = [peer for peer in PEERS if peer.absent(on_gpu) is None] if wanted == "all" else []
-        self._steps = TrafficBench(device=device)
-        self._sparse = SparseBench(("bf16", "prepass", "fused"), device)
-        self._sage = SageBench(("int8",), ("per_thread", "per_block"), device)
+        self._steps = step_tensors(device=device)
+        self._sparse = sparse_bench(("bf16", "prepass", "fused"), device)
+        self._sage = sage_bench(("int8",), ("per_thread", "per_block"), device)
         self._wanted = wanted
 
     def of(self, line: Line) -> Iterator[tuple[str, Call]]:
@@ -290,7 +289,7 @@ class Calls:
 
         def checked_inputs(appends: bool) -> _Checked:
             if appends not in by_kind:
-                by_kind[appends] = _Checked(self._steps.inputs(replace(step, appends=appends)))
+                by_kind[appends] = _Checked(self._steps(replace(step, appends=appends)))
             return by_kind[appends]
 
         for label, method, forced in choices:
@@ -371,7 +370,7 @@ def measure_line(calls: Calls, line: Line, ceilings: Ceilings, timer: GraphTimer
 
 def host_rows(chosen: Sequence[Line], device: str) -> Iterator[dict[str, Any]]:
     """A row for each line of the host bench: microseconds of a call and of `torch.add_`."""
-    inputs = TrafficBench(device=device).inputs(_decode(LLAMA, 8, 64))
+    inputs = step_tensors(device)(_decode(LLAMA, 8, 64))
     ids, lens, out = inputs.table.page_ids, inputs.table.seq_lens, torch.empty_like(inputs.q)
     plan = plan_decode(inputs.q, inputs.cache, inputs.table)
 

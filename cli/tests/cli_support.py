@@ -9,7 +9,7 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from narrowkv.cli.app import app
-from narrowkv.testing.contracts import Contract, Shape
+from narrowkv.testing.operation import Contract, Shape
 from narrowkv.testing.operations import PAGED_DECODE as DECODE
 
 SHAPE = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)

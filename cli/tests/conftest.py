@@ -18,8 +18,8 @@ from narrowkv.cli import bench
 from narrowkv.testing import format_errors
 from narrowkv.testing.bench import decode
 from narrowkv.testing.bench.timing import Ceilings, Timing
-from narrowkv.testing.contracts import ContractSet
 from narrowkv.testing.format_errors import FP4_BEST, RECIPES
+from narrowkv.testing.operation import ContractSet
 from narrowkv.testing.operations import OPERATIONS
 from narrowkv.testing.places import Place
 
@@ -63,7 +63,7 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
     monkeypatch.setattr(bench, "gpus", lambda: [{"name": "stand-in", "target": "cpu"}])
     monkeypatch.setattr(bench, "measure_ceilings", lambda timer: Ceilings(3e12, 3e12, 8e14))
     monkeypatch.setattr(bench, "GraphTimer", lambda samples, seconds: timer)
-    monkeypatch.setattr(decode, "DecodeBench", partial(decode.DecodeBench, device="cpu"))
+    monkeypatch.setattr(decode, "decode_bench", partial(decode.decode_bench, device="cpu"))
     return timer
 
 

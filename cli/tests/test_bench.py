@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +15,7 @@ from cli_support import SMALL_BENCH, document, narrowkv
 
 from narrowkv.attn_prefill.warmup import model_cache
 from narrowkv.cli import bench
-from narrowkv.testing import traffic
-from narrowkv.testing.bench import decode
-from narrowkv.testing.bench import traffic as benches
+from narrowkv.testing.bench import decode, traffic
 from narrowkv.testing.bench.measure import Row
 from narrowkv.testing.cases.context_parallel import CASES, Checked, check_cases
 from narrowkv.testing.machine import describe, gpus
@@ -111,14 +108,11 @@ ALIKE = traffic.LayerStep("llama-70b-tp8", "speculative", (2, 2), (30, 9), capac
 def small_steps(stand_in_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A machine whose GPU is the CPU, and steps that it runs in a moment."""
 
-    def on_cpu(made: Any, *peers: Any, **_: str) -> Any:
-        return made(*peers[:1], device="cpu")
-
-    for name in ("TrafficBench", "ChoicesBench"):
-        monkeypatch.setattr(bench, name, partial(on_cpu, getattr(benches, name)))
+    monkeypatch.setattr(bench, "traffic_bench", lambda peers, _: traffic.traffic_bench(peers, "cpu"))
+    monkeypatch.setattr(bench, "choices_bench", lambda _: traffic.choices_bench("cpu"))
     monkeypatch.setattr(traffic, "serving_steps", lambda *_: [STEP, ALIKE])
     monkeypatch.setattr(traffic, "grid", lambda: [STEP])
-    monkeypatch.setitem(benches.FORCED, "batch_prefill", ({"kernel": "fused", "num_splits": 4},))
+    monkeypatch.setitem(traffic.FORCED, "batch_prefill", ({"kernel": "fused", "num_splits": 4},))
     return stand_in_gpu
 
 
@@ -135,8 +129,8 @@ def test_without_a_gpu_every_call_of_traffic_is_checked_and_none_is_timed() -> N
 
 @pytest.mark.usefixtures("without_gpu")
 def test_a_rehearsal_finds_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = benches.paged_decode
-    monkeypatch.setattr(benches, "paged_decode", lambda *a, **k: right(*a, **k).mul_(1.01))
+    right = traffic.paged_decode
+    monkeypatch.setattr(traffic, "paged_decode", lambda *a, **k: right(*a, **k).mul_(1.01))
     found = document("bench traffic --model llama-70b-tp8 --traffic decode", ends=1)
     assert {row["call"]: row["status"] for row in found["rows"]} == {
         "paged_decode": "fail", "batch_prefill": "pass", "": "pass",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cli_support import document, narrowkv
 
-from narrowkv.cli import models
+from narrowkv.cli import probe
 from narrowkv.testing.models import EXACT, REFUSED, WRONG, Model, ModelAnswer, ModelTask, Need
 
 CPU = "--on cpu --jobs 1"
@@ -28,7 +28,7 @@ TWO = (
 
 @pytest.fixture(autouse=True)
 def two_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MODELS", TWO)
+    monkeypatch.setattr(probe, "MODELS", TWO)
 
 
 def test_a_row_for_each_model_and_the_reasons() -> None:
@@ -63,7 +63,7 @@ def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(task: ModelTask) -> ModelAnswer:
         return ModelAnswer(WRONG, "far off", 0.5)
 
-    monkeypatch.setattr(models, "answer", wrong)
+    monkeypatch.setattr(probe, "answer", wrong)
     found: dict[str, Any] = document(f"probe models {CPU}", ends=1)
     assert {row["status"] for row in found["rows"]} == {WRONG}
 

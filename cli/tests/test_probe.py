@@ -19,7 +19,7 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing import backends, codegen, emulation, probing
 from narrowkv.testing.backends import Backend
 from narrowkv.testing.bench.timing import Timing
-from narrowkv.testing.contracts import Contract, ContractSet
+from narrowkv.testing.operation import Contract, ContractSet
 from narrowkv.testing.operations import BATCH_PREFILL as PREFILL
 from narrowkv.testing.operations import OPERATIONS, contract_case, contract_sets
 from narrowkv.testing.operations import PAGED_DECODE as DECODE

@@ -15,8 +15,8 @@ from cli_support import FP8, SHAPE, SMALL_BENCH, document, narrowkv
 
 from narrowkv.testing.cases import sage
 from narrowkv.testing.cases.sage import SageCase
-from narrowkv.testing.contracts import ContractSet, Shape
 from narrowkv.testing.format_errors import GOALS, RECIPES
+from narrowkv.testing.operation import ContractSet, Shape
 from narrowkv.testing.operations import contract_sets
 from narrowkv.testing.plot import style_of
 

@@ -20,12 +20,11 @@ from narrowkv.attn_decode import DecodeShape, plan_decode
 from narrowkv.cli import tune
 from narrowkv.runtime import get_target, tuned
 from narrowkv.runtime.targets import Target
-from narrowkv.testing.bench.comparison import markdown
 from narrowkv.testing.bench.timing import Timing
-from narrowkv.testing.machine_report import report_document
+from narrowkv.testing.machine_report import markdown, report_document
 from narrowkv.testing.places import Place
-from narrowkv.testing.tune import TUNED_MODELS, TuneSettings, family_of
-from narrowkv.testing.tune.families import TunedFamily
+from narrowkv.testing.tune import TUNED_MODELS, TuneSettings
+from narrowkv.testing.tune.families import TunedFamily, family_of
 from narrowkv.testing.tune.search import Gpu
 
 SMALL = "tune --family decode --heads 4/1 --head-dim 64 --batch 1,2 --context 32"

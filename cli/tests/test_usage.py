@@ -26,7 +26,7 @@ from narrowkv.paged_cache import CacheFormat
 from narrowkv.paged_cache.descales import SCALE_GROUPS
 from narrowkv.quant.formats import FORMATS
 from narrowkv.quant.sage import SAGE_GRANULARITIES
-from narrowkv.testing import places, words
+from narrowkv.testing import words
 from narrowkv.testing.accuracy import RECIPES
 from narrowkv.testing.bench.sparse import WAYS as SPARSE_WAYS
 from narrowkv.testing.operations import contract_sets
@@ -147,7 +147,6 @@ def test_the_names_that_are_known_without_torch_are_those_of_the_library() -> No
     assert words.SCALE_GROUPS == SCALE_GROUPS
     assert set(words.SAGE_GRANULARITIES) == set(SAGE_GRANULARITIES)
     assert set(words.SPARSE_WAYS) == set(SPARSE_WAYS)
-    assert set(words.PLACES) == set(places.PLACES)
     assert words.COMMS == exchange.COMMS
     assert words.ENGINE_CACHES == trial.CACHES
     assert set(words.TINY_MODELS) == set(tiny.TINY_MODELS)

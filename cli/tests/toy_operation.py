@@ -11,13 +11,16 @@ import torch
 from narrowkv.attn_decode import merge_states
 from narrowkv.testing.bench.measure import Bench, Columns
 from narrowkv.testing.cases import Case, Inputs, named
-from narrowkv.testing.contracts import ContractSet, Shape, alike, contracts
 from narrowkv.testing.operation import (
     Cases,
+    ContractSet,
     OperationEntry,
+    Shape,
+    alike,
+    contracts,
     option,
 )
-from narrowkv.testing.workgroups import corners
+from narrowkv.testing.operations import corners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +81,13 @@ class ToyRows:
     samples: int = option(5, "The most samples of a row.")
 
 
-class ToyBench(Bench[ToyCase]):
-    name = "toy"
+def make(options: ToyRows) -> tuple[Bench[ToyCase], list[ToyCase], dict[str, Any]]:
     columns = Columns({"dtype": "dtype"}, {"tokens": "tokens"}, ("dtype",))
-
-
-def make(options: ToyRows) -> tuple[ToyBench, list[ToyCase], dict[str, Any]]:
-    return ToyBench(), [ToyCase(tokens=tokens) for tokens in options.tokens], {}
+    return (
+        Bench(name="toy", columns=columns, calls=lambda case: ()),
+        [ToyCase(tokens=tokens) for tokens in options.tokens],
+        {},
+    )
 
 
 SETS = ContractSet("toy", "a merge of two partial results", Shape(3, 1, 1, 3, 3, 64))

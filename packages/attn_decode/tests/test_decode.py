@@ -14,8 +14,8 @@ from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import get_target
-from narrowkv.testing.agreement import assert_agrees, assert_right
 from narrowkv.testing.cases.decode import QUICK_RANDOM_CASES, DecodeCase, at_random, one_at_a_time
+from narrowkv.testing.checking import assert_agrees, assert_right
 from narrowkv.testing.places import AMD_TARGETS
 
 pytestmark = pytest.mark.sampled

@@ -18,8 +18,8 @@ from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import get_target
-from narrowkv.testing.agreement import assert_agrees, assert_right
 from narrowkv.testing.cases.decode import BOUND, DecodeCase
+from narrowkv.testing.checking import assert_agrees, assert_right
 
 pytestmark = pytest.mark.sampled
 

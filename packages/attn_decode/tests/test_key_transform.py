@@ -15,8 +15,8 @@ from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.torch_ops import traced_append
 from narrowkv.quant import KeyTransform, hadamard, lse_correction
 from narrowkv.quant.accuracy import relative_l1
-from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.cache import differing_bytes
+from narrowkv.testing.checking import assert_agrees
 
 pytestmark = pytest.mark.sampled
 

@@ -15,8 +15,8 @@ from narrowkv.attn_decode import (
     plan_decode,
 )
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.checking import assert_agrees
 
 pytestmark = pytest.mark.sampled
 

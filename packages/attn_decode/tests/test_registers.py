@@ -19,8 +19,8 @@ from narrowkv.quant import device_fp4_registers as ptx
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.quant.device_e4m3 import e4m3_to_fp16
 from narrowkv.runtime.launch import interpreter, run_as
-from narrowkv.testing.agreement import assert_right
 from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
+from narrowkv.testing.checking import assert_right
 
 pytestmark = pytest.mark.sampled
 

@@ -14,8 +14,8 @@ import triton.language as tl
 from narrowkv.quant import KeyTransform, device, device_fp4_e4m3
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import interpreter, run_as
-from narrowkv.testing.agreement import assert_right
 from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs
+from narrowkv.testing.checking import assert_right
 
 pytestmark = pytest.mark.sampled
 

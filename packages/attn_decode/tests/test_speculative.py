@@ -13,9 +13,9 @@ from narrowkv.attn_decode import launch, paged_decode, plan_decode
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.paged_cache import pack_tree_mask, tree_mask_from_custom_mask
 from narrowkv.runtime.launch import InterpretExecutor, active_target, executing, run_as
-from narrowkv.testing.agreement import assert_agrees, assert_right
 from narrowkv.testing.calls import LaunchRecorder
 from narrowkv.testing.cases.decode import K8V4, TREES, DecodeCase, draw_tree
+from narrowkv.testing.checking import assert_agrees, assert_right
 
 pytestmark = pytest.mark.sampled
 

@@ -16,9 +16,9 @@ from narrowkv.paged_cache import CacheFormat, PageTable
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import device_target, get_target
-from narrowkv.testing.agreement import assert_agrees, assert_right
 from narrowkv.testing.cases.decode import K8V4
 from narrowkv.testing.cases.prefill import AXES, QUERIES, PrefillCase, poison_plan, serves, sweep
+from narrowkv.testing.checking import assert_agrees, assert_right
 
 pytestmark = pytest.mark.sampled
 

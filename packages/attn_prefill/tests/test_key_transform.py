@@ -25,9 +25,9 @@ from narrowkv.paged_cache import (
 )
 from narrowkv.quant import KeyTransform, lse_correction
 from narrowkv.quant.accuracy import relative_l1
-from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.cache import copy_cache, differing_bytes
 from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.checking import assert_agrees
 
 pytestmark = pytest.mark.sampled
 

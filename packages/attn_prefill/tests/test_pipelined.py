@@ -12,8 +12,8 @@ import torch
 
 from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
 from narrowkv.runtime.targets import device_target
-from narrowkv.testing.agreement import assert_agrees, assert_right
 from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.checking import assert_agrees, assert_right
 
 pytestmark = pytest.mark.gpu
 

@@ -30,8 +30,14 @@ from narrowkv.testing.accuracy.evaluate import (
     statistics_of,
     stored_attention,
 )
-from narrowkv.testing.accuracy.models import encode_bytes, tiny_lm_config
-from narrowkv.testing.accuracy.texts import calibration_text, evaluation_text, needle_text, training_text
+from narrowkv.testing.accuracy.models import (
+    calibration_text,
+    encode_bytes,
+    evaluation_text,
+    needle_text,
+    tiny_lm_config,
+    training_text,
+)
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.in_cache], ids=lambda r: r.name)

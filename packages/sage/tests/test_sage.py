@@ -17,8 +17,8 @@ from narrowkv.runtime.launch import run_as
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
 from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.reference import narrow_p_reference, short_sum_error
-from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.sage import LSE_BOUND, PRECISIONS, PUBLISHED, SageCase
+from narrowkv.testing.checking import assert_agrees
 from narrowkv.testing.places import AMD_TARGETS
 
 pytestmark = pytest.mark.sampled

@@ -9,8 +9,8 @@ import torch
 
 from narrowkv.runtime.launch import run_as
 from narrowkv.sage import SageShape, plan_sage, sage_attention, sage_attention_reference
-from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.sage import SageCase
+from narrowkv.testing.checking import assert_agrees
 
 # Of rounding P, V and the output to bf16; int8 scores and FP8 values are four times as far off.
 BOUND_16_BITS = 0.004

@@ -12,9 +12,9 @@ from narrowkv.quant import relative_l1
 from narrowkv.runtime.launch import executing
 from narrowkv.sage import SageShape, plan_sage, sage_attention, sage_attention_reference
 from narrowkv.sage.reference import narrow_p_reference, short_sum_error
-from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.calls import LaunchRecorder
 from narrowkv.testing.cases.sage import LSE_BOUND, SageCase
+from narrowkv.testing.checking import assert_agrees
 from narrowkv.testing.places import AMD_TARGETS, Place
 
 pytestmark = pytest.mark.sampled

@@ -21,8 +21,8 @@ from narrowkv.sparse_fp8 import (
 )
 from narrowkv.sparse_fp8.layouts import LAYOUTS
 from narrowkv.sparse_fp8.operation import SparsePlan
-from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.sparse import BOUND_16_BIT_QUERY, SparseCase
+from narrowkv.testing.checking import assert_agrees
 
 pytestmark = pytest.mark.sampled
 

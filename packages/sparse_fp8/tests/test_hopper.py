@@ -21,8 +21,8 @@ from narrowkv.sparse_fp8 import (
 from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
 from narrowkv.sparse_fp8.options import SparseArguments
 from narrowkv.sparse_fp8.planner import query_format, suits_specialised
-from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCase
+from narrowkv.testing.checking import assert_agrees
 
 W = SparseCase.small
 SM90 = get_target("sm90")

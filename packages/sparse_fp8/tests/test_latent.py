@@ -19,9 +19,9 @@ from narrowkv.sparse_fp8 import (
     plan_latent,
     plan_sparse,
 )
-from narrowkv.testing.agreement import assert_agrees
 from narrowkv.testing.calls import LaunchRecorder
 from narrowkv.testing.cases.latent import LatentCase, sweep
+from narrowkv.testing.checking import assert_agrees
 
 pytestmark = pytest.mark.sampled
 W = LatentCase

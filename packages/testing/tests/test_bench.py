@@ -17,17 +17,26 @@ from narrowkv.cdna_emulator.timing import MACHINES
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
-from narrowkv.testing.bench.comparison import KEYS, changes, regressions
-from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes, checker
+from narrowkv.testing.bench.decode import DecodeSizes, checker, decode_bench
 from narrowkv.testing.bench.decode import make as make_decode
-from narrowkv.testing.bench.indexer import IndexerBench, IndexerSizes
+from narrowkv.testing.bench.indexer import IndexerSizes, indexer_bench
 from narrowkv.testing.bench.kernels import _read_kernel
 from narrowkv.testing.bench.large_cache import LargeCache
-from narrowkv.testing.bench.measure import Bench, Call, Row, measure, model_row, time_checked
-from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes
+from narrowkv.testing.bench.measure import (
+    KEYS,
+    Bench,
+    Call,
+    Row,
+    changes,
+    measure,
+    model_row,
+    regressions,
+    time_checked,
+)
+from narrowkv.testing.bench.prefill import PrefillSizes, prefill_bench
 from narrowkv.testing.bench.prefill import make as make_prefill
-from narrowkv.testing.bench.sage import SageBench, SageSizes
-from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
+from narrowkv.testing.bench.sage import SageSizes, sage_bench
+from narrowkv.testing.bench.sparse import SparseSizes, sparse_bench
 from narrowkv.testing.bench.timing import Ceilings, GraphTimer, Timing, measure_ceilings
 from narrowkv.testing.cases.decode import BOUND, DecodeCase
 from narrowkv.testing.model import ModelExecutor
@@ -248,17 +257,17 @@ def test_a_peer_may_be_inexact_or_refuse_but_our_own_exceptions_are_raised(
 
 
 BENCHES: dict[str, tuple[Callable[..., Bench[Any]], Any, int]] = {
-    "decode": (DecodeBench, SIZES, 1),
-    "decode, FP4, fp16 query": (DecodeBench, replace(SIZES, q="fp16", format="fp4_e2m1"), 1),
-    "prefill": (PrefillBench, PrefillSizes(8, 24, 1, 2, 64, 16, "bf16"), 1),
-    "prefill of one token": (PrefillBench, PrefillSizes(1, 31, 1, 2, 64, 16, "fp8_e4m3fn"), 1),
+    "decode": (decode_bench, SIZES, 1),
+    "decode, FP4, fp16 query": (decode_bench, replace(SIZES, q="fp16", format="fp4_e2m1"), 1),
+    "prefill": (prefill_bench, PrefillSizes(8, 24, 1, 2, 64, 16, "bf16"), 1),
+    "prefill of one token": (prefill_bench, PrefillSizes(1, 31, 1, 2, 64, 16, "fp8_e4m3fn"), 1),
     "sparse": (
-        partial(SparseBench, ["bf16", "prepass", "fused", "fused-fp8q"]),
+        partial(sparse_bench, ["bf16", "prepass", "fused", "fused-fp8q"]),
         SparseSizes(tokens=3, heads=16, topk=20, pool=64), 4,
     ),
-    "sage": (partial(SageBench, ["int8"], ["per_block"]), SageSizes(1, 128, 1, 64, True), 4),
+    "sage": (partial(sage_bench, ["int8"], ["per_block"]), SageSizes(1, 128, 1, 64, True), 4),
     "indexer": (
-        partial(IndexerBench, ["fp8_e4m3fn", "fp4_e2m1"]), IndexerSizes(2, 192, heads=8, topk=100), 3,
+        partial(indexer_bench, ["fp8_e4m3fn", "fp4_e2m1"]), IndexerSizes(2, 192, heads=8, topk=100), 3,
     ),
 }  # fmt: skip
 
@@ -285,11 +294,11 @@ def test_every_call_of_a_bench_passes_its_check(name: str) -> None:
 
 
 SMALL: dict[str, tuple[Bench[Any], Any]] = {
-    "decode": (DecodeBench(), DecodeSizes(2, 64, 16, 8, 12, 128, "bf16", "fp8_e4m3fn")),
-    "prefill": (PrefillBench(), PrefillSizes(16, 48, 1, 4, 128, 16, "bf16")),
-    "sparse": (SparseBench(["fused"]), SparseSizes(2, 16, 32, 65536)),
-    "sage": (SageBench(["int8"], ["per_block"]), SageSizes(1, 256, 1, 128, False)),
-    "indexer": (IndexerBench(["fp8_e4m3fn"]), IndexerSizes(4, 512, heads=64, topk=64)),
+    "decode": (decode_bench(), DecodeSizes(2, 64, 16, 8, 12, 128, "bf16", "fp8_e4m3fn")),
+    "prefill": (prefill_bench(), PrefillSizes(16, 48, 1, 4, 128, 16, "bf16")),
+    "sparse": (sparse_bench(["fused"]), SparseSizes(2, 16, 32, 65536)),
+    "sage": (sage_bench(["int8"], ["per_block"]), SageSizes(1, 256, 1, 128, False)),
+    "indexer": (indexer_bench(["fp8_e4m3fn"]), IndexerSizes(4, 512, heads=64, topk=64)),
 }
 
 
@@ -308,7 +317,7 @@ def test_a_modelled_row_says_model_at_every_figure(name: str) -> None:
 
 def test_a_longer_context_takes_longer_by_its_keys() -> None:
     def seconds(context: int) -> float:
-        (call,) = DecodeBench().modelled(DecodeSizes(512, context, 16, 1, 8, 64, "bf16", "bf16"))
+        (call,) = decode_bench().modelled(DecodeSizes(512, context, 16, 1, 8, 64, "bf16", "bf16"))
         row = model_row(call, "gfx942")
         assert row.model_us is not None
         return row.model_us
@@ -329,7 +338,7 @@ def test_a_short_call_is_modelled_by_the_workgroups_that_work(batch: int, split:
 
 
 def test_a_row_above_a_peak_is_refused() -> None:
-    (call,) = DecodeBench().modelled(SMALL["decode"][1])
+    (call,) = decode_bench().modelled(SMALL["decode"][1])
     row = model_row(replace(call, bytes_touched=1e9), "gfx942")
     assert row.refused.startswith("PeakError: ")
     assert "of HBM" in row.refused

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from narrowkv.testing import operations
-from narrowkv.testing.contracts import Contract
+from narrowkv.testing.operation import Contract, SampledLaunch
 from narrowkv.testing.operations import BATCH_PREFILL as PREFILL
 from narrowkv.testing.operations import PAGED_DECODE as DECODE
 from narrowkv.testing.operations import SPARSE_DECODE, contract_sets, sample
 from narrowkv.testing.operations import SPARSE_PREFILL_FP8 as SPARSE_FP8
 from narrowkv.testing.probing import PASS, Task, run_task
-from narrowkv.testing.workgroups import SampledLaunch
 
 SPARSE = contract_sets()["dsv4-sparse"]
 

@@ -13,8 +13,7 @@ from narrowkv.runtime.launch.artifact import InstructionMix
 from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing import emulation
 from narrowkv.testing.cases.decode import GLM_GQA12, DecodeCase
-from narrowkv.testing.codegen import inspect_case
-from narrowkv.testing.roofline import lds_bytes, mfma_clocks, mfma_flops, roofline, valu_clocks
+from narrowkv.testing.codegen import inspect_case, lds_bytes, mfma_clocks, mfma_flops, roofline, valu_clocks
 
 GFX942, GFX950 = get_target("gfx942"), get_target("gfx950")
 

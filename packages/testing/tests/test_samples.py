@@ -23,8 +23,8 @@ from narrowkv.testing.cases.prefill import PrefillCase
 from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.checking import check_sample
 from narrowkv.testing.emulation import EmulateExecutor
-from narrowkv.testing.operations import OPERATIONS, a_few, families, sample
-from narrowkv.testing.workgroups import SampledLaunch, corners
+from narrowkv.testing.operation import SampledLaunch
+from narrowkv.testing.operations import OPERATIONS, a_few, corners, families, sample
 
 
 def test_a_kernel_that_is_not_listed_runs_whole() -> None:

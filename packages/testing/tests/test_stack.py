@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from narrowkv.runtime.launch import BoundLaunch, executing
-from narrowkv.testing import masked_loads
 from narrowkv.testing.emulation import EmulateExecutor
-from narrowkv.testing.machine import known_faults, rocm_version
-from narrowkv.testing.masked_loads import masked_load_errors
+from narrowkv.testing.machine import known_faults, masked_load_errors, rocm_version
 
 GRAPHS, CAPTURE = (fault["source"] for fault in known_faults((7, 2)))
 
@@ -58,5 +56,5 @@ def test_the_probe_counts_lanes_that_read_behind_their_mask(monkeypatch: pytest.
             x, o, passes, _, begin = args
             super().__call__(grid, (x, o, passes, o.numel(), begin))  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(masked_loads, "BoundLaunch", Unmasked)
+    monkeypatch.setattr("narrowkv.runtime.launch.BoundLaunch", Unmasked)
     assert masked_load_errors("cpu") == 2 * (256 - 100)

@@ -9,8 +9,17 @@ import torch
 
 from narrowkv.attn_prefill import batch_prefill_reference
 from narrowkv.quant.accuracy import compare
-from narrowkv.testing.bench.traffic import FORCED, ChoicesBench, TrafficBench
-from narrowkv.testing.traffic import LONGEST, MODELS, SHORTEST, TRAFFIC, LayerStep, grid, serving_steps
+from narrowkv.testing.bench.traffic import (
+    FORCED,
+    LONGEST,
+    SHORTEST,
+    LayerStep,
+    choices_bench,
+    grid,
+    serving_steps,
+    step_tensors,
+)
+from narrowkv.testing.words import SERVED_MODELS, TRAFFIC
 
 
 def test_the_same_seed_gives_the_same_lengths_whatever_else_is_asked_for() -> None:
@@ -30,7 +39,7 @@ def test_lengths_are_lognormal_within_their_bounds() -> None:
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_each_kind_of_step_has_the_new_tokens_that_it_is_named_after(traffic: str) -> None:
-    steps = serving_steps(list(MODELS), [traffic], [1, 64, 256], ["fp8_e4m3fn"])
+    steps = serving_steps(list(SERVED_MODELS), [traffic], [1, 64, 256], ["fp8_e4m3fn"])
     for step in steps:
         assert all(0 < new <= full for new, full in zip(step.q_lens, step.lens, strict=True))
         few = [new for new in step.q_lens if new <= 16]
@@ -57,7 +66,7 @@ def test_a_rehearsal_keeps_the_kind_of_step(step: LayerStep) -> None:
 @pytest.mark.parametrize("appends", [False, True])
 def test_the_expected_rows_are_those_of_the_reference(appends: bool) -> None:
     step = LayerStep("llama-70b-tp8", "mixed", (1, 40, 3), (30, 45, 9), "fp8_e4m3fn", appends=appends)
-    inputs = TrafficBench(device="cpu").inputs(step)
+    inputs = step_tensors("cpu")(step)
     out = torch.empty_like(inputs.q)
     o = (inputs.prefill_append if appends else inputs.batch_prefill)(out)()
     error = inputs.error()
@@ -81,7 +90,7 @@ def test_every_forced_choice_gives_the_same_answer(monkeypatch: pytest.MonkeyPat
         LayerStep("llama-70b-tp8", "mixed", (1, 1, 20), (30, 9, 40), appends=True),
         LayerStep("llama-70b-tp8", "speculative", (2, 2), (30, 9), capacity=64),
     ):
-        rows = ChoicesBench(device="cpu").rehearse(step)
+        rows = choices_bench("cpu").rehearse(step)
         assert [row.detail for row in rows if row.status != "pass"] == []
         calls = {row.labels["call"] for row in rows}
         assert calls == (

@@ -13,9 +13,10 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from narrowkv.testing.bench.timing import Timing
-from narrowkv.testing.traffic import Heads
-from narrowkv.testing.tune import TUNED_FAMILIES, TUNED_MODELS, SparseHeads, TuneSettings, family_of
+from narrowkv.testing.tune import TUNED_FAMILIES, TUNED_MODELS, SparseHeads, TuneSettings
+from narrowkv.testing.tune.families import family_of
 from narrowkv.testing.tune.search import Gpu, Shapes, TunedCall, check_shapes, tune_shapes
+from narrowkv.testing.words import Heads
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,14 @@ from typing import Any
 
 from narrowkv.cli.report import ExitCode, Report, Sheet, UnsupportedHereError, UsageError, keys, numbers
 from narrowkv.testing.accuracy.evaluate import Score, Statistics, collect, frontier, measure, statistics_of
-from narrowkv.testing.accuracy.models import LanguageModel, TinySizes, load_model, train_tiny
-from narrowkv.testing.accuracy.texts import calibration_text, evaluation_text
+from narrowkv.testing.accuracy.models import (
+    LanguageModel,
+    TinySizes,
+    calibration_text,
+    evaluation_text,
+    load_model,
+    train_tiny,
+)
 from narrowkv.testing.machine import versions
 from narrowkv.testing.recipes import REFERENCE, find_recipes
 

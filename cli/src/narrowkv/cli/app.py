@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from narrowkv.cli.app_operations import add_operations
-from narrowkv.cli.command_line import Commands, MeasureByDefault, command
-from narrowkv.cli.options import (
+from narrowkv.cli.command_line import (
     BOTH,
+    Commands,
     Count,
     Formats,
     Heads,
     Jobs,
+    MeasureByDefault,
     On,
     OneFormat,
     Query,
@@ -22,16 +23,16 @@ from narrowkv.cli.options import (
     amd_targets,
     cache_formats,
     choices,
+    command,
     heads_of,
     listed,
     numbers,
     one_of,
     starting_with,
 )
-from narrowkv.cli.options import jobs as number_of
+from narrowkv.cli.command_line import jobs as number_of
 from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable, version
 from narrowkv.testing.operations import contract_sets
-from narrowkv.testing.traffic import Heads as ModelHeads
 from narrowkv.testing.tune import TUNED_FAMILIES, TUNED_MODELS, SparseHeads, TuneSettings
 from narrowkv.testing.words import (
     ACCURACY_RECIPES,
@@ -42,6 +43,7 @@ from narrowkv.testing.words import (
     QUERY_DTYPES,
     TINY_MODELS,
 )
+from narrowkv.testing.words import Heads as ModelHeads
 
 app = typer.Typer(
     name="narrowkv",
@@ -108,7 +110,7 @@ def probe(
     report.refuse("to contract sets: it is cp's", "ranks")
     if contract_set == "models":
         report.refuse("to models", "target", "plot")
-        from narrowkv.cli.models import probe_models
+        from narrowkv.cli.probe import probe_models
 
         if on:
             choices("--on", on, PLACES)
@@ -320,7 +322,7 @@ def tune(
 
     if show:
         return work.show(report, file)
-    families = choices("--family", family, tuple(TUNED_FAMILIES))
+    families = choices("--family", family, TUNED_FAMILIES)
     pairs = heads_of(heads) if heads else []
     shares: list[ModelHeads | SparseHeads] = [ModelHeads(*pair, head_dim) for pair in pairs]
     if sparse_heads:

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-from narrowkv.cli.command_line import DecodeByDefault, command
-from narrowkv.cli.options import (
+from narrowkv.cli.command_line import (
     BOTH,
     Context,
     Count,
+    DecodeByDefault,
     Formats,
     Heads,
     Jobs,
@@ -29,6 +29,7 @@ from narrowkv.cli.options import (
     cache_formats,
     check_case_formats,
     choices,
+    command,
     grouped,
     heads_of,
     listed,
@@ -38,12 +39,11 @@ from narrowkv.cli.options import (
     read_options,
     starting_with,
 )
-from narrowkv.cli.options import jobs as number_of
+from narrowkv.cli.command_line import jobs as number_of
 from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.testing.operation import Family, OperationEntry
 from narrowkv.testing.operations import OPERATIONS
-from narrowkv.testing.traffic import MODELS, TRAFFIC
-from narrowkv.testing.words import CACHE_FORMATS, COMMS, PLACES
+from narrowkv.testing.words import CACHE_FORMATS, COMMS, PLACES, SERVED_MODELS, TRAFFIC
 
 
 def add_operations(program: typer.Typer) -> None:
@@ -209,7 +209,7 @@ def _targets(report: Report, on: list[str] | None, *idle: str) -> list[str]:
 
 def bench_traffic(
     report: Report,
-    model: Annotated[str, listed("Default: all.", *MODELS)] = ",".join(MODELS),
+    model: Annotated[str, listed("Default: all.", *SERVED_MODELS)] = ",".join(SERVED_MODELS),
     traffic: Annotated[str, listed("Kinds of steps.", *TRAFFIC)] = ",".join(TRAFFIC),
     batch: Annotated[str, listed("Sequences of a step.")] = "16,64,256",
     cache_format: Formats = "fp8_e4m3fn",
@@ -226,14 +226,14 @@ def bench_traffic(
     rehearsal: smaller steps are checked, and nothing is timed.
     """
     kinds = choices("--traffic", traffic, TRAFFIC)
-    models, formats = choices("--model", model, tuple(MODELS)), cache_formats("--format", cache_format)
+    models, formats = choices("--model", model, tuple(SERVED_MODELS)), cache_formats("--format", cache_format)
     batches = numbers("--batch", batch)
     if choices_:
         report.refuse(
             "with --choices, which has a grid of its own", "traffic", "batch", "cache_format", "seed"
         )
     from narrowkv.cli import bench as tables
-    from narrowkv.testing.traffic import grid, serving_steps
+    from narrowkv.testing.bench.traffic import grid, serving_steps
 
     if choices_:
         steps = [step for step in grid() if step.model in models]

@@ -23,25 +23,27 @@ from narrowkv.cli.report import (
 from narrowkv.cli.running import check_amd_backend, run_all
 from narrowkv.context_parallel.ranks import run_ranks
 from narrowkv.testing.backends import PEERS
-from narrowkv.testing.bench.comparison import KEYS, changes, load_baseline, regressions
 from narrowkv.testing.bench.context_parallel import LINKS, Measured, Setting, measure_ranks, predict
 from narrowkv.testing.bench.host import measure_host
 from narrowkv.testing.bench.measure import (
+    KEYS,
     Bench,
     Columns,
     ModelCall,
     ModelRow,
     Record,
     Row,
+    changes,
+    load_baseline,
     model_row,
     ratio_of,
+    regressions,
 )
 from narrowkv.testing.bench.timing import FLUSH_BYTES, Ceilings, GraphTimer, measure_ceilings
-from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
+from narrowkv.testing.bench.traffic import LayerStep, choices_bench, rehearsals, traffic_bench
 from narrowkv.testing.machine import gpus, versions
 from narrowkv.testing.places import find_place
 from narrowkv.testing.records import number
-from narrowkv.testing.traffic import LayerStep, rehearsals
 
 Shape = TypeVar("Shape")
 
@@ -125,7 +127,7 @@ def bench_traffic(steps: Sequence[LayerStep], report: Report, *, samples: int, c
     has_gpu = torch.cuda.is_available()
     device = "cuda" if has_gpu else "cpu"
     peers = [peer for peer in PEERS if peer.absent(has_gpu) is None]
-    chosen = ChoicesBench(device=device) if choices else TrafficBench(peers, device)
+    chosen = choices_bench(device) if choices else traffic_bench(peers, device)
     if has_gpu:
         return bench(chosen, steps, report, samples=samples)
     report.say("There is no GPU: a rehearsal of smaller steps, whose answers are checked. Nothing is timed.")
@@ -167,7 +169,7 @@ def _measure(
     done, interrupted = run_all(
         report, shapes, work, tuple[Row, ...], what="measuring", settings={"bench": bench.name, **settings}
     )
-    if report.files.resume is not None:
+    if report.resume is not None:
         report.note("rows that --resume kept have the floor of the run that measured them")
     return [row for _, found in done for row in found], ceilings, interrupted
 

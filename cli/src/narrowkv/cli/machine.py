@@ -9,10 +9,8 @@ import torch
 from rich.text import Text
 
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, check_writable
-from narrowkv.testing.bench.comparison import markdown
-from narrowkv.testing.machine import describe
-from narrowkv.testing.machine_report import ReportCommand, commands, report_document, run_steps
-from narrowkv.testing.masked_loads import masked_load_errors
+from narrowkv.testing.machine import describe, masked_load_errors
+from narrowkv.testing.machine_report import ReportCommand, commands, markdown, report_document, run_steps
 
 
 def report_environment(report: Report, probe: bool = False) -> ExitCode:
@@ -73,6 +71,6 @@ def write_report(report: Report, *, folder: Path, minutes: float, quick: bool = 
     document = report_document(environment, steps)
     files[1].write_text(markdown(document))
     faulty = [step for step in steps if step.exit_code]
-    report.files = type(report.files)(out=files[0])
+    report.out = files[0]
     report.line(f"written: {files[0]} and {files[1]}; {len(faulty)} of {len(steps)} commands failed")
     return report.finish(document, ExitCode.NUMERICAL if faulty else ExitCode.OK)

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import IntEnum
 from importlib import metadata
@@ -99,46 +99,21 @@ def own_command() -> str:
     return shlex.quote(min(started, os.path.relpath(started), key=len))
 
 
-@dataclass(frozen=True)
-class ReportFiles:
-    """The files of a command, each checked before its run.
-
-    Attributes:
-        out: of the JSON document.
-        csv: of the rows.
-        plot: of the plot; its suffix is the format.
-        resume: of the finished cases, which a later run does not repeat.
-    """
-
-    out: Path | None = None
-    csv: Path | None = None
-    plot: Path | None = None
-    resume: Path | None = None
-
-    def check(self) -> None:
-        """Refuses what could not be written.
-
-        Raises:
-            UsageError: a file cannot be written, or has the suffix of no plot.
-            UnsupportedHereError: there is no matplotlib to plot with.
-        """
-        for file in fields(self):
-            check_writable(f"--{file.name}", getattr(self, file.name))
-        if self.plot is not None and self.plot.suffix not in _PLOT_FORMATS:
-            known = ", ".join(_PLOT_FORMATS)
-            raise UsageError(f"--plot must be a file that ends with one of {known}; got {self.plot}")
-        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise UnsupportedHereError("--plot needs matplotlib: pip install 'narrowkv-cli[plot]'")
-
-
 class Report:
     """Writes a command's text, tables, progress, document and files.
 
     Args:
         command: its name, for the document.
         as_json: whether stdout belongs to the document.
-        files: what else to write.
         typed: names of the parameters that the command line gave a value.
+        out: file of the JSON document.
+        csv: file of the rows.
+        plot: file of the plot; its suffix is the format.
+        resume: file of the finished cases, which a later run does not repeat.
+
+    Raises:
+        UsageError: a file cannot be written, or has the suffix of no plot.
+        UnsupportedHereError: there is no matplotlib to plot with.
     """
 
     def __init__(
@@ -146,17 +121,26 @@ class Report:
         command: str,
         *,
         as_json: bool = False,
-        files: ReportFiles | None = None,
         typed: frozenset[str] = frozenset(),
+        out: Path | None = None,
+        csv: Path | None = None,
+        plot: Path | None = None,
+        resume: Path | None = None,
     ) -> None:
         self.command = command
         self.as_json = as_json
-        self.files = files or ReportFiles()
         self.typed = typed
+        self.out, self.csv, self.plot, self.resume = out, csv, plot, resume
         self.err = _console(sys.stderr)
         self.human = self.err if as_json else _console(sys.stdout)
         self._begun = time.time()
-        self.files.check()
+        for name, path in (("out", out), ("csv", csv), ("plot", plot), ("resume", resume)):
+            check_writable(f"--{name}", path)
+        if plot is not None and plot.suffix not in _PLOT_FORMATS:
+            known = ", ".join(_PLOT_FORMATS)
+            raise UsageError(f"--plot must be a file that ends with one of {known}; got {plot}")
+        if plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise UnsupportedHereError("--plot needs matplotlib: pip install 'narrowkv-cli[plot]'")
 
     @property
     def seconds(self) -> float:
@@ -241,8 +225,8 @@ class Report:
 
         if interrupted:
             self.note("[yellow]interrupted[/]: what is shown was finished before; the rest was not run")
-            if self.files.resume is not None:
-                self.note(f"to go on, give the same command again: {self.files.resume} has what was finished")
+            if self.resume is not None:
+                self.note(f"to go on, give the same command again: {self.resume} has what was finished")
             if exit_code in (ExitCode.OK, ExitCode.UNSUPPORTED):
                 exit_code = ExitCode.INTERRUPTED
         document = {
@@ -259,15 +243,15 @@ class Report:
         if self.as_json:
             sys.stdout.write(text)
             sys.stdout.flush()
-        if self.files.out is not None:
-            self.files.out.write_text(text)
-        if self.files.csv is not None:
-            self.files.csv.write_text(to_csv([flat(row) for row in rows]))
-        if self.files.plot is not None and plot is not None:
+        if self.out is not None:
+            self.out.write_text(text)
+        if self.csv is not None:
+            self.csv.write_text(to_csv([flat(row) for row in rows]))
+        if self.plot is not None and plot is not None:
             if rows:
-                plot(self.files.plot)
+                plot(self.plot)
             else:
-                self.note(f"[yellow]{self.files.plot} was not drawn[/]: there is nothing to plot")
+                self.note(f"[yellow]{self.plot} was not drawn[/]: there is nothing to plot")
         return exit_code
 
 

@@ -1,11 +1,14 @@
-"""What commands share that run cases: the cases of --case, the places of --on, the tasks and --resume."""
+"""What commands share that run cases: those of --case, the places of --on, tasks in processes, --resume."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from typing import Any, TypeVar
 
-from narrowkv.cli.options import choices
+from narrowkv.cli.command_line import choices
 from narrowkv.cli.report import Report, UnsupportedHereError, UsageError
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing import places
@@ -15,7 +18,6 @@ from narrowkv.testing.codegen import amd_backend_missing
 from narrowkv.testing.machine import versions
 from narrowkv.testing.operation import OperationEntry
 from narrowkv.testing.places import Place
-from narrowkv.testing.processes import in_processes
 from narrowkv.testing.records import Journal
 from narrowkv.testing.words import AMD_TARGETS
 
@@ -44,7 +46,7 @@ def find_places(names: Sequence[str] | None, *, races: bool = False, hazards: bo
         UnsupportedHereError: this machine does not have a place.
     """
     # All names are checked before any is looked for: a wrong name is a wrong name on every machine.
-    found = choices("--on", names, tuple(places.PLACES)) if names else [places.find_place(None).name]
+    found = choices("--on", names, places.PLACES) if names else [places.find_place(None).name]
     if (races or hazards) and not set(found) <= set(AMD_TARGETS):
         option = "--detect-hazards" if hazards else "--detect-races"
         wrong = next(name for name in found if name not in AMD_TARGETS)
@@ -67,6 +69,44 @@ def check_amd_backend() -> None:
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_SECONDS_TO_END = 5.0
+
+
+def _begin() -> None:
+    # Ctrl-C reaches every process of the group; only the parent acts on it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def in_processes(work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[tuple[T, R]]:
+    """Yields (task, result) in the order in which tasks finish.
+
+    With one job, or fewer than two tasks, everything runs in this process. Leaving the iteration early, also
+    by an exception, ends the other processes.
+    """
+    if jobs <= 1 or len(tasks) <= 1:
+        for task in tasks:
+            yield task, work(task)
+        return
+    context = multiprocessing.get_context("spawn")  # torch and triton do not survive a fork
+    pool = ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context, initializer=_begin)
+    finished = False
+    try:
+        futures: dict[Future[R], T] = {pool.submit(work, task): task for task in tasks}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+        finished = True
+    finally:
+        pool.shutdown(wait=finished, cancel_futures=True)
+        if not finished:
+            running = multiprocessing.active_children()
+            for process in running:
+                process.terminate()
+            for process in running:
+                process.join(_SECONDS_TO_END)
 
 
 def run_all(
@@ -97,7 +137,7 @@ def run_all(
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     depends = {"command": report.command, "versions": versions(), "gpu": gpu, "settings": settings}
     try:
-        journal = Journal(report.files.resume, depends, kind)
+        journal = Journal(report.resume, depends, kind)
     except ValueError as error:
         raise UsageError(f"--resume: {error}") from None
     kept = [task for task in tasks if task in journal]
@@ -113,7 +153,7 @@ def run_all(
             for task in kept:
                 take(task, journal.result(task))
             if kept:
-                report.note(f"{len(kept)} of {len(tasks)} finished before, by {report.files.resume}")
+                report.note(f"{len(kept)} of {len(tasks)} finished before, by {report.resume}")
             for part, count in (
                 ([task for task in left if on_gpu(task)], 1),
                 ([task for task in left if not on_gpu(task)], jobs),

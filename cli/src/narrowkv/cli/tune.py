@@ -27,8 +27,8 @@ from narrowkv.runtime.tuned import TunedRow, TuneFile, read_tuned
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import Place, find_place
 from narrowkv.testing.records import number
-from narrowkv.testing.tune import TuneSettings, family_of
-from narrowkv.testing.tune.families import TunedFamily
+from narrowkv.testing.tune import TuneSettings
+from narrowkv.testing.tune.families import TunedFamily, family_of
 from narrowkv.testing.tune.search import Gpu, check_shapes, tune_shapes
 
 Step = tuple[TunedFamily[Any, Any], Any]

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from narrowkv.cli.command_line import DecodeByDefault
-from narrowkv.cli.options import Where, jobs
+from narrowkv.cli.command_line import DecodeByDefault, Where, jobs
 from narrowkv.cli.report import Column, ExitCode, Report, Sheet, keys, numbers
 from narrowkv.cli.running import find_places, run_all
 from narrowkv.quant.accuracy import ErrorReport

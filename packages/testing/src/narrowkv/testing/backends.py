@@ -125,6 +125,16 @@ def _ragged(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return counts.cumsum(0).int().to(device), indices.to(device), last.to(device), longest
 
 
+def _giving(out: torch.Tensor, call: Callable[[], object]) -> Call:
+    """A call that gives the output which `call` writes."""
+
+    def run() -> torch.Tensor:
+        call()
+        return out
+
+    return run
+
+
 def _float_descales(inputs: DecodeInputs) -> tuple[float, float]:
     cache = inputs.cache
     if isinstance(cache.k_descale, torch.Tensor) or isinstance(cache.v_descale, torch.Tensor):
@@ -163,14 +173,12 @@ def _aiter(inputs: DecodeInputs) -> Call:
     if q.element_size() == 1:  # all in FP8
         queries = (1, q_descale_of(inputs))  # query tokens of a sequence, and the query's scale
 
-    def decode() -> torch.Tensor:
-        torch.ops.aiter.paged_attention_ragged(
-            out, workspace, q, cache.k, cache.v, scale, indptr, indices, last, cache.page_size,
-            partitions, None, kind, "NHD", 0.0, k_descale, v_descale, None, _AITER_PARTITION, *queries,
-        )  # fmt: skip
-        return out
-
-    return decode
+    call = partial(
+        torch.ops.aiter.paged_attention_ragged, out, workspace, q, cache.k, cache.v, scale, indptr, indices,
+        last, cache.page_size, partitions, None, kind, "NHD", 0.0, k_descale, v_descale, None,
+        _AITER_PARTITION, *queries,
+    )  # fmt: skip
+    return _giving(out, call)
 
 
 def _flashinfer(inputs: DecodeInputs) -> Call:
@@ -224,12 +232,7 @@ def vllm_call(attend: Any, inputs: DecodeInputs) -> Call:
         q_descale_of(inputs) if q.element_size() == 1 else None, k_descale, v_descale,
         kv_quant_mode=int(cache.k.element_size() == 1),  # 1: FP8 with a scale a tensor
     )  # fmt: skip
-
-    def decode() -> torch.Tensor:
-        call()
-        return out
-
-    return decode
+    return _giving(out, call)
 
 
 def _sglang(inputs: DecodeInputs) -> Call:
@@ -263,12 +266,7 @@ def sglang_call(attend: Any, inputs: DecodeInputs) -> Call:
         attend, q, k, v, out, ends, torch.cat(slots), logits, lse, splits, _SGLANG_SPLITS,
         cache.head_dim**-0.5, k_descale, v_descale,
     )  # fmt: skip
-
-    def decode() -> torch.Tensor:
-        call()
-        return out
-
-    return decode
+    return _giving(out, call)
 
 
 OURS = Backend("narrowkv", lambda inputs: inputs.prepare())

@@ -1,4 +1,4 @@
-"""Runs a case and compares it with its reference."""
+"""Runs a case and compares it with its reference: the results, or for tests an assertion."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from narrowkv.testing.operations import cases_of, sample
 from narrowkv.testing.places import find_place
 
 __all__ = [
-    "CaseResult", "CaseTask", "Sample", "SampleResult", "check", "check_sample", "reason_of", "run_case",
-    "run_task",
+    "CaseResult", "CaseTask", "Sample", "SampleResult", "assert_agrees", "assert_right", "check",
+    "check_sample", "reason_of", "run_case", "run_task",
 ]  # fmt: skip
 
 
@@ -175,6 +175,12 @@ def check_sample(target: str, inputs: Inputs, call: Callable[[], torch.Tensor], 
     return SampleResult(error, taken, "; ".join(problems), tuple(executor.runs))
 
 
+def reason_of(error: BaseException) -> str:
+    """The class of an error, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 @dataclass(frozen=True)
 class CaseTask:
     """A case, where to run it, and what an emulated place watches."""
@@ -183,12 +189,6 @@ class CaseTask:
     place: str
     detect_races: bool = False
     detect_hazards: bool = False
-
-
-def reason_of(error: BaseException) -> str:
-    """The class of an error, and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def run_task(task: CaseTask) -> Any:
@@ -202,3 +202,56 @@ def run_task(task: CaseTask) -> Any:
         if cases.failed is not None:
             return cases.failed(task.place, why)
         return CaseResult(str(task.case), None, math.nan, False, why, place=task.place)
+
+
+def assert_agrees(
+    results: Any, expected: Any, *, bound: float = 0.002, lse_bound: float = 1e-3, detail: object = ""
+) -> None:
+    """Fails unless every number is finite and within the bounds.
+
+    Args:
+        results: `o`, or `(o, lse)`.
+        expected: the same of the reference.
+        bound: of the relative L1 error of `o`.
+        lse_bound: of the largest difference of `lse`; equal infinities agree.
+        detail: what a failure says besides the errors.
+
+    Raises:
+        AssertionError: they differ by more, or a value of `o` is not finite.
+    """
+    if isinstance(results, torch.Tensor):
+        results, expected = (results,), (expected,)
+    error = compare(results[0], expected[0])
+    assert error.passes(relative_l1=bound), f"{error} (bound {bound:.3g}) {detail}"
+    for lse, expected_lse in zip(results[1:], expected[1:], strict=True):
+        difference = max_abs(lse, expected_lse)
+        assert difference <= lse_bound, f"lse differs by {difference:.3g} (bound {lse_bound:.3g}) {detail}"
+
+
+def assert_right(
+    case: Case, device: str = "cpu", *, inputs: Any = None, plan: Any = None, bound: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Calls a case's operation and compares its results, and the bytes that it stored, with the reference.
+
+    Args:
+        case: says the bounds.
+        device: of the tensors.
+        inputs: the case's tensors, changed; without them, as the case makes them.
+        plan: of the call; without one, what the case asks for.
+        bound: of the relative L1 error, instead of the case's.
+        **options: of the call, besides those of the case.
+
+    Returns:
+        `(o, lse)`.
+
+    Raises:
+        AssertionError: a number or a stored byte is wrong.
+    """
+    inputs = case.inputs(device) if inputs is None else inputs
+    inputs.options.update(options)
+    results: tuple[torch.Tensor, torch.Tensor] = inputs.call(*([] if plan is None else [plan]))
+    bound = case.bound if bound is None else bound
+    assert_agrees(results, inputs.reference(), bound=bound, lse_bound=case.lse_bound, detail=case)
+    assert not (wrong := inputs.wrong_bytes()), f"{wrong} {case}"
+    return results

@@ -17,7 +17,7 @@ from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
 from narrowkv.runtime.targets import get_target
-from narrowkv.testing.workgroups import SampledLaunch, Workgroup
+from narrowkv.testing.operation import SampledLaunch, Workgroup
 
 # Workgroups of a launch that the numpy engine runs, by default: it costs little more than one would.
 CHECKED = 4

@@ -128,7 +128,7 @@ def rocm_version(torch_version: str | None = None, hip: str | None = None) -> tu
 def known_faults(rocm: tuple[int, ...] | None) -> list[dict[str, str]]:
     """Faults of a version of ROCm that others reported, as `narrowkv env` shows them; nothing for None.
 
-    That of masked loads has no range of versions: `narrowkv.testing.masked_loads`.
+    That of masked loads has no range of versions: `masked_load_errors` looks for it.
     """
     found = []
     if rocm is not None and rocm[:2] == (7, 2) and (len(rocm) < 3 or rocm[2] <= 3):
@@ -144,3 +144,25 @@ def known_faults(rocm: tuple[int, ...] | None) -> list[dict[str, str]]:
             "source": "https://github.com/ROCm/pytorch/pull/3323",
         })  # fmt: skip
     return found
+
+
+def masked_load_errors(device: str = "cuda") -> int:
+    """Elements of loops over masked loads that are wrong on a device, of 2 x 256; 0 is right.
+
+    Some builds of Triton moved the part of an address that all lanes share to where the mask does not reach
+    it, so that lanes outside the mask read memory (triton-lang/triton#10654).
+    """
+    from narrowkv.runtime.launch import BoundLaunch, LaunchOptions  # needs Triton, which `describe` does not
+    from narrowkv.testing.bench.kernels import _masked_sum_kernel
+
+    block, passes, keep = 256, 16, 100
+    x = torch.ones(block * (passes + 1), device=device)
+    expected = torch.where(torch.arange(block, device=device) < keep, float(passes), 0.0)
+    wrong = 0
+    for stages in (1, 2):
+        o = torch.full((block,), torch.nan, device=device)
+        options = LaunchOptions(num_warps=4, num_stages=stages)
+        launch = BoundLaunch(_masked_sum_kernel, {"BLOCK": block}, options)
+        launch((1,), (x, o, passes, keep, block * passes))
+        wrong += int((o != expected).sum())
+    return wrong

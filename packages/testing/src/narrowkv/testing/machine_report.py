@@ -1,4 +1,4 @@
-"""The commands of `narrowkv report`.
+"""`narrowkv report`: its commands, and measured beside modelled rows of their documents.
 
 On an Instinct GPU the timing model's prediction stands beside each measured row; on other GPUs there is none;
 without a GPU it is a rehearsal: the emulator runs in the GPU's place, and nothing is measured.
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from narrowkv.runtime.tuned import read_tuned
-from narrowkv.testing.bench.comparison import compare
 from narrowkv.testing.machine import versions
 from narrowkv.testing.operations import OPERATIONS
+from narrowkv.testing.records import number
 from narrowkv.testing.words import AMD_TARGETS
 
-__all__ = ["ReportCommand", "commands", "report_document", "run_step", "run_steps"]
+__all__ = ["ReportCommand", "commands", "compare", "markdown", "report_document", "run_step", "run_steps"]
 
 _LINES = 12  # shown of the output of a command that failed
 
@@ -124,3 +124,87 @@ def _tuned() -> dict[str, Any] | None:
         return read_tuned(Path(name)).document()
     except ValueError as error:
         return {"refused": str(error), "rows": []}
+
+
+_DIFFERS = 1.25  # a row whose measured time is this factor from the model's is listed
+
+
+def _measured(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], float | None]]:
+    """Name of the call, row and microseconds of what a bench measured of narrowkv."""
+    for row in document.get("rows", ()):
+        if row.get("backend", "narrowkv") != "narrowkv":
+            continue
+        if document["bench"] == "prefill":
+            yield "batch_prefill", row, row["median_us"]
+            yield "prefill_append", row, row["append_us"]
+        elif document["bench"] == "sage":
+            yield f"{row['qk']}, {row['granularity']}", row, row["median_us"]
+        else:
+            yield row.get("mode", document["bench"]), row, row["median_us"]
+
+
+def _same(bench: str, call: str, row: dict[str, Any], other: str, model: dict[str, Any]) -> bool:
+    """Whether a modelled row is of the call that was measured."""
+    shape = model["shape"].items()
+    return bench == other and call == model["name"] and all(row.get(key) == size for key, size in shape)
+
+
+def compare(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Measured beside modelled rows of benches' documents; what one of them lacks is None."""
+    modelled = [(d["bench"], row) for d in documents for row in d.get("model_rows", ())]
+    rows: list[dict[str, Any]] = []
+    for document in documents:
+        for call, row, us in _measured(document):
+            model = next((m for bench, m in modelled if _same(document["bench"], call, row, bench, m)), None)
+            shape = model["shape"] if model else {k: v for k, v in row.items() if isinstance(v, int)}
+            model_us = model["model_us"] if model else None
+            rows.append({
+                "bench": document["bench"], "call": call, **shape, "status": row["status"],
+                "relative_l1": row["relative_l1"], "differing_replays": row.get("differing_replays"),
+                "measured_us": us, "model_us": model_us,
+                "measured_over_model": us / model_us if us and model_us else None,
+                "model_bound": model["model_bound"] if model else "",
+            })  # fmt: skip
+    if not rows:
+        rows = [
+            {"bench": bench, "call": m["name"], **m["shape"], "measured_us": None,
+             "model_us": m["model_us"], "model_bound": m["model_bound"]}
+            for bench, m in modelled
+        ]  # fmt: skip
+    return rows
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The report as text to paste into an issue."""
+    rows, steps = document["rows"], document["steps"]
+    lines = [f"# narrowkv report: {document['device']}", ""]
+    lines += [f"- {name}: {value}" for name, value in document["versions"].items() if value]
+    if tuned := document.get("tuned"):
+        said = f"- configurations of a tune file: {len(tuned['rows'])} shape classes"
+        lines.append(f"{said}; {tuned['refused']}" if "refused" in tuned else said)
+    lines += ["", "| command | exit code | seconds |", "|---|---|---|"]
+    for step in steps:
+        code = "not finished" if step["exit_code"] is None else step["exit_code"]
+        lines.append(f"| `narrowkv {step['command']}` | {code} | {step['seconds']:.0f} |")
+    for step in steps:
+        if step["said"]:
+            lines += ["", f"`narrowkv {step['command']}`:", "", "```", step["said"], "```"]
+    heads = ("bench", "call", "sizes", "status", "measured us", "model us", "ratio", "model: bound")
+    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    known = {
+        "bench", "call", "status", "relative_l1", "differing_replays", "measured_us", "model_us",
+        "measured_over_model", "model_bound",
+    }  # fmt: skip
+    for row in rows:
+        sizes = ", ".join(f"{key} {value}" for key, value in row.items() if key not in known)
+        times = (number(row.get(key), 4) for key in ("measured_us", "model_us", "measured_over_model"))
+        cells = (row["bench"], row["call"], sizes, row.get("status", "-"), *times, row["model_bound"] or "-")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    if unstable := [row for row in rows if row.get("differing_replays")]:
+        lines += ["", f"{len(unstable)} of {len(rows)} rows have replays of their graph with other bits."]
+    ratios = [(row, row["measured_over_model"]) for row in rows if row.get("measured_over_model")]
+    differing = [row for row, ratio in ratios if not 1 / _DIFFERS <= ratio <= _DIFFERS]
+    if ratios:
+        count = f"{len(differing)} of {len(ratios)} rows"
+        lines += ["", f"{count} differ from the model by more than a factor of {_DIFFERS}."]
+    return "\n".join([*lines, ""])

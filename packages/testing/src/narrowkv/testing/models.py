@@ -12,6 +12,7 @@ from narrowkv.testing.cases import CaseError, parse_case
 from narrowkv.testing.checking import run_case
 from narrowkv.testing.operations import OPERATIONS
 from narrowkv.testing.places import find_place
+from narrowkv.testing.probing import REFUSED
 
 __all__ = [
     "EXACT", "MODELS", "RANKS", "REFUSED", "WRONG", "Model", "ModelAnswer", "ModelTask", "Need",
@@ -209,7 +210,7 @@ MODELS: tuple[Model, ...] = (
 """A row each."""
 
 
-EXACT, REFUSED, WRONG = "exact", "refused", "wrong"
+EXACT, WRONG = "exact", "wrong"
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowkv.testing import workgroups
-from narrowkv.testing.contracts import (
+from narrowkv.testing.operation import (
     BOUND_16_BIT_QUERY,
     BOUND_FP8_COMPUTE,
     BOUND_FP8_P,
@@ -26,16 +25,16 @@ from narrowkv.testing.contracts import (
     GLM_GQA12,
     PAGES,
     WIDE_HEADS,
+    Cases,
     Contract,
     ContractSet,
-    Shape,
-    alike,
-    contracts,
-)
-from narrowkv.testing.operation import (
-    Cases,
     Family,
     OperationEntry,
+    SampledLaunch,
+    Shape,
+    Workgroup,
+    alike,
+    contracts,
     option,
 )
 from narrowkv.testing.words import (
@@ -46,7 +45,6 @@ from narrowkv.testing.words import (
     SAGE_PRECISIONS,
     SPARSE_WAYS,
 )
-from narrowkv.testing.workgroups import SampledLaunch, Workgroup
 
 if TYPE_CHECKING:
     from narrowkv.testing.cases import Case
@@ -55,6 +53,77 @@ __all__ = [
     "OPERATIONS", "a_few", "cases_of", "contract_case", "contract_sets", "families", "family_of",
     "listed", "operation_of", "sample",
 ]  # fmt: skip
+
+
+def corners(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """First, middle and last along each axis: for kernels whose workgroups need nothing of each other."""
+    x, y, z = ({0, extent // 2, extent - 1} for extent in launch.grid)
+    return sorted((i, j, k) for i in x for j in y for k in z)
+
+
+def whole_rows(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """Everything along the second and third axis for the first and the last along x, whose rows these are."""
+    x, y, z = launch.grid
+    return sorted((i, j, k) for i in {0, x - 1} for j in range(y) for k in range(z))
+
+
+def _decode_rows(launch: SampledLaunch) -> tuple[int, int, int]:
+    """KV heads, rows of each and rows of a tile, of a decode kernel."""
+    sizes, blocks = launch.constexprs["SIZES"], launch.constexprs["BLOCKS"]
+    return sizes.num_kv_heads, sizes.q_len * sizes.gqa_ratio, blocks.m
+
+
+def last_head_program(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """Every split of every sequence for the last KV head's last rows, which are the ragged ones."""
+    from narrowkv.runtime.attention.xcds import order_of_programs  # imports Triton; the CLI starts without it
+
+    heads, rows, block = _decode_rows(launch)
+    programs = heads * -(-rows // block)
+    runs_as = order_of_programs(launch.grid[0], launch.constexprs["RULES"].order)
+    return ((i, 0, 0) for i, program in enumerate(runs_as) if program % programs == programs - 1)
+
+
+def rows_of_last_head_program(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """The rows whose partial results `last_head_program` leaves."""
+    heads, rows, block = _decode_rows(launch)
+    left = rows - (rows - 1) // block * block
+    last = range(heads * rows - left, heads * rows)
+    return ((seq + row, 0, 0) for seq in range(0, launch.grid[0], heads * rows) for row in last)
+
+
+def sparse_programs(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """First, middle and last heads and tokens; where rows are split, all splits of the last."""
+    if launch.grid[1] == 1:
+        return corners(launch)
+    return ((launch.grid[0] - 1, split, 0) for split in range(launch.grid[1]))
+
+
+def rows_of_last_sparse_program(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """Heads whose partial results `sparse_programs` leaves: some of the last token's."""
+    return ((row, 0, 0) for row in range(max(0, launch.grid[0] - 8), launch.grid[0]))
+
+
+def splits_of_some_tiles(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """All splits of the first and last tile of two heads; places past the last tile hold none."""
+    x, _, splits = launch.grid
+    return ((i, 0, k) for i in (0, x - 1) for k in range(splits))
+
+
+def prefill_programs(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """All splits of some tiles; with even shares of keys, all programs of the last KV head.
+
+    Which programs share a tile follows from the lengths, which only the device knows. Programs without a
+    share return at once, so running all of them costs little.
+    """
+    if not launch.constexprs["RULES"].shares:
+        return splits_of_some_tiles(launch)
+    return last_kv_head(launch)
+
+
+def last_kv_head(launch: SampledLaunch) -> Iterable[Workgroup]:
+    """All programs of the last KV head; an append's are of both kinds, and wait for one another at most."""
+    heads = launch.constexprs["SIZES"].num_kv_heads
+    return ((i, 0, 0) for i in range(heads - 1, launch.grid[0], heads))
 
 
 PAGED_DECODE = "paged_decode"
@@ -130,9 +199,9 @@ DECODE = OperationEntry(
         ),
     ),
     samples={
-        "_paged_decode_kernel": workgroups.last_head_program,
-        "_merge_splits_kernel": workgroups.rows_of_last_head_program,
-        "_merge_states_kernel": workgroups.corners,
+        "_paged_decode_kernel": last_head_program,
+        "_merge_splits_kernel": rows_of_last_head_program,
+        "_merge_states_kernel": corners,
     },
     validate="Sweep decode's axes against the reference: error table, worst cases, commands that repeat "
     "them.",
@@ -200,11 +269,11 @@ PREFILL = OperationEntry(
         ),
     ),
     samples={
-        "_append_kernel": workgroups.corners,
-        "_fused_prefill_kernel": workgroups.prefill_programs,
-        "_prefill_append_kernel": workgroups.last_kv_head,
-        "_dense_prefill_kernel": workgroups.splits_of_some_tiles,  # after all of _widen_kernel
-        "_cdna_prefill_kernel": workgroups.splits_of_some_tiles,  # likewise
+        "_append_kernel": corners,
+        "_fused_prefill_kernel": prefill_programs,
+        "_prefill_append_kernel": last_kv_head,
+        "_dense_prefill_kernel": splits_of_some_tiles,  # after all of _widen_kernel
+        "_cdna_prefill_kernel": splits_of_some_tiles,  # likewise
     },
     validate="Sweep prefill, and prefill that appends, whose cache must be right to the byte.",
     inspect="Show what prefill compiles to: every shipped configuration, or one case.",
@@ -258,10 +327,10 @@ SPARSE = OperationEntry(
         ),
     ),
     samples={
-        "_sparse_16bit_kernel": workgroups.sparse_programs,
-        "_sparse_fused_kernel": workgroups.sparse_programs,
-        "_sparse_cdna_kernel": workgroups.sparse_programs,
-        "_merge_sparse_kernel": workgroups.rows_of_last_sparse_program,
+        "_sparse_16bit_kernel": sparse_programs,
+        "_sparse_fused_kernel": sparse_programs,
+        "_sparse_cdna_kernel": sparse_programs,
+        "_merge_sparse_kernel": rows_of_last_sparse_program,
     },
     validate="Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options.",
     inspect="Show what sparse attention compiles to: every shipped configuration, or one case.",
@@ -349,7 +418,7 @@ SAGE = OperationEntry(
             ),
         ),
     ),
-    samples={"_sage_attention_kernel": workgroups.corners},
+    samples={"_sage_attention_kernel": corners},
     validate="Show what Sage attention's granularities cost in accuracy, beside the published figures.",
     seed="Of the inputs.",
     one_shape=SageShapeOptions,
@@ -394,7 +463,7 @@ INDEXER = OperationEntry(
             )
         ),
     ),
-    samples={"_index_logits_kernel": workgroups.whole_rows},
+    samples={"_index_logits_kernel": whole_rows},
     validate="Sweep the indexer's logits: layouts of keys, formats, lengths, heads, tokens of a sequence.",
     inspect="Show what the indexer's kernels compile to: every shipped configuration, or one case.",
     every_kernel=True,

@@ -12,7 +12,7 @@ import torch
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.targets import Target, device_target
-from narrowkv.testing.words import AMD_TARGETS
+from narrowkv.testing.words import AMD_TARGETS, PLACES
 
 __all__ = ["AMD_TARGETS", "PLACES", "Place", "find_place"]
 
@@ -62,11 +62,7 @@ def _gpu() -> Place:
     return Place("gpu", "cuda", f"{torch.cuda.get_device_name()} ({target.name})")
 
 
-def _cpu() -> Place:
-    return Place("cpu", "cpu", "interpreter on the CPU")
-
-
-def _emulated(name: str, detect_races: bool = False, detect_hazards: bool = False) -> Place:
+def _emulated(name: str, detect_races: bool, detect_hazards: bool) -> Place:
     from narrowkv.testing.emulation import CHECKED, emulating
 
     checked = None if detect_races or detect_hazards else CHECKED  # who asks for a check gets all of it
@@ -74,14 +70,6 @@ def _emulated(name: str, detect_races: bool = False, detect_hazards: bool = Fals
         emulating, name, detect_races=detect_races, detect_hazards=detect_hazards, checked=checked
     )
     return Place(name, "cpu", f"{name} machine code, emulated on the CPU", context, is_emulated=True)
-
-
-PLACES: dict[str, Callable[[], Place]] = {
-    "cpu": _cpu,
-    "gpu": _gpu,
-    **{name: partial(_emulated, name) for name in AMD_TARGETS},
-}
-"""How each place is found."""
 
 
 def find_place(name: str | None, *, detect_races: bool = False, detect_hazards: bool = False) -> Place:
@@ -98,10 +86,10 @@ def find_place(name: str | None, *, detect_races: bool = False, detect_hazards: 
     """
     if name is None:
         name = "gpu" if torch.cuda.is_available() else "cpu"
-    check_choice("place", name, tuple(PLACES))
-    if not (detect_races or detect_hazards):
-        return PLACES[name]()
-    if name not in AMD_TARGETS:
+    check_choice("place", name, PLACES)
+    if name in AMD_TARGETS:
+        return _emulated(name, detect_races, detect_hazards)
+    if detect_races or detect_hazards:
         option = "detect_hazards" if detect_hazards else "detect_races"
         raise ValueError(f"{option} must be with place {' or '.join(AMD_TARGETS)}, got {name}")
-    return _emulated(name, detect_races, detect_hazards)
+    return _gpu() if name == "gpu" else Place("cpu", "cpu", "interpreter on the CPU")

@@ -6,6 +6,7 @@ reasons.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,7 +19,7 @@ from narrowkv.testing.backends import OURS, PEERS, Backend, NotAnsweringError
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.checking import Sample, check_sample, reason_of
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call, loop_model
-from narrowkv.testing.contracts import Contract, ContractSet, Shape
+from narrowkv.testing.operation import Contract, ContractSet, Shape
 from narrowkv.testing.operations import contract_case, operation_of
 from narrowkv.testing.places import AMD_TARGETS, Place, find_place
 from narrowkv.testing.records import number
@@ -328,14 +329,8 @@ _MARKS = {PASS: "ok", FAIL: "FAIL", INEXACT: "over"}
 _COUNTED = (NOT_RUN, SKIPPED, REFUSED)
 
 
-@dataclass(frozen=True)
-class BackendColumn:
-    """A backend at a place or target, which answered a contract."""
-
-    head: tuple[str, str]
-    backend: str
-    place: str
-
+BackendColumn = tuple[tuple[str, str], str, str]
+"""Two lines of a header, and the backend and the place or target whose answers stand below."""
 
 ContractRow = tuple[str, tuple[int, ...]]
 """A cache format, and indices into the set: contracts that differ in page size and 16-bit query alone."""
@@ -343,7 +338,7 @@ ContractRow = tuple[str, tuple[int, ...]]
 
 def columns(seen: ProbeRun) -> list[BackendColumn]:
     """The columns of the table: narrowkv at each place and target, then other implementations."""
-    found = []
+    found: list[BackendColumn] = []
     for name in dict.fromkeys([*(place.name for place in seen.places), *seen.targets]):
         place = next((place for place in seen.places if place.name == name), None)
         if place is None or place.is_emulated:
@@ -351,10 +346,10 @@ def columns(seen: ProbeRun) -> list[BackendColumn]:
             head = (f"{name} code", "emulated" if ran else "compiled")
         else:
             head = ("this GPU", "") if place.is_gpu else ("this CPU", "interpreted")
-        found.append(BackendColumn(head, OURS.name, name))
+        found.append((head, OURS.name, name))
     where = next((place.name for place in seen.places if not place.is_emulated), "")
     peers = [name for name, why in seen.absent.items() if why is None]
-    return found + [BackendColumn((name, "peer"), name, where) for name in peers]
+    return found + [((name, "peer"), name, where) for name in peers]
 
 
 def sections(contracts: Sequence[Contract]) -> dict[str, list[ContractRow]]:
@@ -382,16 +377,17 @@ def cell(seen: ProbeRun, row: ContractRow, column: BackendColumn) -> tuple[str, 
     """A mark with the worst error, and the worst status."""
     statuses: list[str] = []
     _, indices = row
+    _, backend, place = column
     for index in indices:
-        found = seen.statuses(index, column.backend, column.place)
-        statuses += found or ([NOT_RUN] if column.backend == OURS.name else [])
+        found = seen.statuses(index, backend, place)
+        statuses += found or ([NOT_RUN] if backend == OURS.name else [])
     if not statuses:
         return "-", PASS
     worst = max(statuses, key=STATUSES.index)
     if worst in _COUNTED:
         count = statuses.count(worst)
         return f"{worst} {count}/{len(statuses)}" if count < len(statuses) else worst, worst
-    answers = (seen.answers.get((i, column.backend, column.place)) for i in indices)
+    answers = (seen.answers.get((i, backend, place)) for i in indices)
     errors = [a.relative_l1 for a in answers if a is not None and a.relative_l1 is not None]
     mark = _MARKS[worst]
     if errors:
@@ -466,18 +462,16 @@ def emulated(seen: ProbeRun) -> str:
 
 def reasons(seen: ProbeRun) -> list[tuple[str, str]]:
     """Labels and reasons: failures first, then what was refused or skipped, then who was not asked."""
-    counts: dict[tuple[str, str, str], int] = {}
+    counts: Counter[tuple[str, str, str]] = Counter()
     for (_, name, place), answer in seen.answers.items():
         if answer.status == INEXACT:
             reason = f"{name}: error above the bound, which a peer may have"
-            counts["over", "", reason] = counts.get(("over", "", reason), 0) + 1
+            counts["over", "", reason] += 1
         elif answer.status != PASS and answer.detail:
-            key = (answer.status, place, f"{name}: {answer.detail}")
-            counts[key] = counts.get(key, 0) + 1
+            counts[answer.status, place, f"{name}: {answer.detail}"] += 1
     for (_, target), compiled in seen.compiled.items():
         if compiled.status == FAIL:
-            key = (compiled.status, target, f"{OURS.name} for {target}: {compiled.detail}")
-            counts[key] = counts.get(key, 0) + 1
+            counts[compiled.status, target, f"{OURS.name} for {target}: {compiled.detail}"] += 1
     found = sorted(
         counts.items(), key=lambda item: STATUSES.index(item[0][0]) if item[0][1] else 0, reverse=True
     )

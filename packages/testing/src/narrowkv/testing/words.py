@@ -3,6 +3,10 @@
 A test compares them with what the packages define.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 AMD_TARGETS = ("gfx942", "gfx950")
 PLACES = ("cpu", "gpu", *AMD_TARGETS)
 QUERY_DTYPES = ("bf16", "fp16")
@@ -35,3 +39,21 @@ TINY_MODELS = (
     "gemma-4-tiny", "mimo-v2-tiny",
     "deepseek-v3-tiny", "kimi-linear-tiny", "deepseek-v3.2-tiny", "glm-5-tiny", "deepseek-v4-tiny",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one GPU's share of a model."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+
+
+SERVED_MODELS = {
+    "llama-70b-tp8": Heads(8, 1), "llama-8b": Heads(32, 8), "glm-4.5": Heads(96, 8),
+    "qwen3-moe": Heads(64, 4), "gpt-oss-120b": Heads(64, 8, 64), "gemma-3-12b": Heads(16, 8, 256),
+    "qwen3-next": Heads(16, 2, 256),
+}  # fmt: skip
+"""Models that `bench traffic` has steps of."""
+TRAFFIC = ("decode", "speculative", "mixed", "speculative-mixed")

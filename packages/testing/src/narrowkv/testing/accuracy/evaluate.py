@@ -18,8 +18,7 @@ from narrowkv.engines.transformers.attention import refuse_unknown
 from narrowkv.engines.transformers.masks import padding_of
 from narrowkv.quant import Calibration, lse_correction
 from narrowkv.runtime.attention.reference import attention_reference
-from narrowkv.testing.accuracy.models import LanguageModel
-from narrowkv.testing.accuracy.texts import calibration_text, evaluation_text, needle_text
+from narrowkv.testing.accuracy.models import LanguageModel, calibration_text, evaluation_text, needle_text
 from narrowkv.testing.recipes import REFERENCE, Recipe
 
 __all__ = [

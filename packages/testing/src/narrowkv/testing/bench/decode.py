@@ -15,7 +15,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import PEER_BOUND, PEERS, Backend
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
-from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall
+from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall, keeping_last
 from narrowkv.testing.cases.decode import BOUND, DecodeCase, DecodeInputs
 from narrowkv.testing.model import ModelExecutor, Scale
 from narrowkv.testing.operations import DecodeCall, DecodeRows
@@ -88,7 +88,9 @@ class DecodeSizes:
         return 4.0 * self.batch * self.context * self.num_kv_heads * self.ratio * self.head_dim
 
 
-class DecodeBench(Bench[DecodeSizes]):
+def decode_bench(
+    *, batch_invariant: bool = False, peers: Sequence[Backend] = (), device: str = "cuda"
+) -> Bench[DecodeSizes]:
     """Paged decode, and other implementations on the same tensors.
 
     Args:
@@ -96,62 +98,53 @@ class DecodeBench(Bench[DecodeSizes]):
         peers: other implementations.
         device: of the tensors.
     """
+    caches = keeping_last(partial(LargeCache, device=device), LargeCache.key)
 
-    name = "decode"
-    columns = Columns(
-        {"backend": "backend", "format": "format", "Q": "q"},
-        {"batch": "batch", "context": "context", "page": "page_size", "ratio": "ratio"},
-        ("backend", "format"),
-    )
-
-    def __init__(
-        self, *, batch_invariant: bool = False, peers: Sequence[Backend] = (), device: str = "cuda"
-    ) -> None:
-        self._batch_invariant = batch_invariant
-        self._peers = peers
-        self._device = device
-        self._cache: LargeCache | None = None
-
-    def calls(self, shape: DecodeSizes) -> Iterator[Call]:
+    def calls(shape: DecodeSizes) -> Iterator[Call]:
         """Narrowkv's call, then the peers'."""
-        if self._cache is None or not self._cache.fits(shape.cache):
-            self._cache = None  # frees the old one before the new one is made
-            self._cache = LargeCache(shape.cache, device=self._device)
-        cache, table = self._cache.view(shape.cache)
-        random = torch.Generator(self._device).manual_seed(1)
-        q = torch.randn(shape.q_shape, generator=random, device=self._device).to(shape.q_dtype)
+        cache, table = caches(shape.cache).view(shape.cache)
+        random = torch.Generator(device).manual_seed(1)
+        q = torch.randn(shape.q_shape, generator=random, device=device).to(shape.q_dtype)
         error = checker(q, cache, table)
 
         def ours() -> Callable[[], torch.Tensor]:
-            plan = plan_decode(q, cache, table, batch_invariant=self._batch_invariant)
+            plan = plan_decode(q, cache, table, batch_invariant=batch_invariant)
             out = torch.empty_like(q)
             return partial(paged_decode, q, cache, table, out=out, plan=plan)  # type: ignore[return-value]
 
         call = Call({"backend": "narrowkv"}, ours, shape.bytes_touched, shape.flops, error, BOUND)
         yield call
-        for peer in self._peers:
+        for peer in peers:
             prepare = partial(peer.prepare, DecodeInputs(q, cache, table))
             labels = {"backend": peer.name}
             yield replace(call, labels=labels, prepare=prepare, bound=PEER_BOUND, is_peer=True)
 
-    def modelled(self, shape: DecodeSizes) -> list[ModelCall]:
-        """Sequences share their pages, and are as short as keeps some passes in every split."""
+    columns = Columns(
+        {"backend": "backend", "format": "format", "Q": "q"},
+        {"batch": "batch", "context": "context", "page": "page_size", "ratio": "ratio"},
+        ("backend", "format"),
+    )
+    return Bench(name="decode", columns=columns, calls=calls, modelled=_modelled)
 
-        def trace(executor: ModelExecutor) -> object:
-            one = replace(shape.cache, batch=1)
-            cache, table = LargeCache(one, device="cpu").view(one)
-            q = torch.zeros(shape.q_shape, dtype=shape.q_dtype)
-            lens = torch.full((shape.batch,), shape.context, dtype=torch.int32)
-            ids = table.page_ids.expand(shape.batch, -1).contiguous()
-            table = PageTable.from_block_table(ids, lens, page_size=shape.page_size)
-            plan = plan_decode(q, cache, table)
-            splits = max(plan.config.num_items // shape.batch, 1) if plan.config.split != "none" else 1
-            shorter = max(shape.context // (splits * _TRACED_KEYS), 1)
-            lens.fill_(max(shape.context // shorter, 1))
-            executor.scale = Scale(passes=shape.context / int(lens[0]))
-            return paged_decode(q, cache, table, plan=plan)
 
-        return [ModelCall("decode", shape, shape.flops, shape.cache.hbm_share, trace, shape.bytes_touched)]
+def _modelled(shape: DecodeSizes) -> list[ModelCall]:
+    """Sequences share their pages, and are as short as keeps some passes in every split."""
+
+    def trace(executor: ModelExecutor) -> object:
+        one = replace(shape.cache, batch=1)
+        cache, table = LargeCache(one, device="cpu").view(one)
+        q = torch.zeros(shape.q_shape, dtype=shape.q_dtype)
+        lens = torch.full((shape.batch,), shape.context, dtype=torch.int32)
+        ids = table.page_ids.expand(shape.batch, -1).contiguous()
+        table = PageTable.from_block_table(ids, lens, page_size=shape.page_size)
+        plan = plan_decode(q, cache, table)
+        splits = max(plan.config.num_items // shape.batch, 1) if plan.config.split != "none" else 1
+        shorter = max(shape.context // (splits * _TRACED_KEYS), 1)
+        lens.fill_(max(shape.context // shorter, 1))
+        executor.scale = Scale(passes=shape.context / int(lens[0]))
+        return paged_decode(q, cache, table, plan=plan)
+
+    return [ModelCall("decode", shape, shape.flops, shape.cache.hbm_share, trace, shape.bytes_touched)]
 
 
 def checker(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[[torch.Tensor], float]:
@@ -168,7 +161,7 @@ def checker(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[
     return lambda o: compare(o[chosen], expected).relative_l1
 
 
-def make(options: DecodeRows) -> tuple[DecodeBench, list[DecodeSizes], dict[str, Any]]:
+def make(options: DecodeRows) -> tuple[Bench[DecodeSizes], list[DecodeSizes], dict[str, Any]]:
     """The bench, its rows, and the settings that they depend on.
 
     Raises:
@@ -185,7 +178,7 @@ def make(options: DecodeRows) -> tuple[DecodeBench, list[DecodeSizes], dict[str,
     ]
     peers = [peer for peer in PEERS if peer.absent(True) is None] if options.peers else []
     settings = {"peers": options.peers, "batch_invariant": options.batch_invariant}
-    return DecodeBench(batch_invariant=options.batch_invariant, peers=peers), rows, settings
+    return decode_bench(batch_invariant=options.batch_invariant, peers=peers), rows, settings
 
 
 def case_of(options: DecodeCall) -> DecodeCase:

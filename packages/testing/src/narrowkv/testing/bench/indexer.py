@@ -66,7 +66,7 @@ class IndexerSizes:
         return 4.0 * self.batch * (self.context + self.topk)
 
 
-class IndexerBench(Bench[IndexerSizes]):
+def indexer_bench(formats: Sequence[str], device: str = "cuda") -> Bench[IndexerSizes]:
     """`index_logits` over keys in each format, then `index_topk` of random logits, for decode.
 
     Args:
@@ -74,29 +74,25 @@ class IndexerBench(Bench[IndexerSizes]):
         device: of the tensors.
     """
 
-    name = "indexer"
-    columns = Columns(
-        {"step": "step", "keys": "keys"}, {"batch": "batch", "context": "context"}, ("step", "keys")
-    )
-
-    def __init__(self, formats: Sequence[str], device: str = "cuda") -> None:
-        self._formats = tuple(formats)
-        self._device = device
-
-    def calls(self, shape: IndexerSizes) -> Iterator[Call]:
+    def calls(shape: IndexerSizes) -> Iterator[Call]:
         """Logits over each format, then top-k."""
-        for name in self._formats:
-            yield _logits(shape, name, self._device)
-        yield _topk(shape, self._device)
+        for name in formats:
+            yield _logits(shape, name, device)
+        yield _topk(shape, device)
 
-    def modelled(self, shape: IndexerSizes) -> list[ModelCall]:
+    def modelled(shape: IndexerSizes) -> list[ModelCall]:
         """Logits of all sequences over the same few pages; of top-k one row of logits."""
         flops = shape.logits_flops
         found = [
             ModelCall(f"logits, {name}", shape, flops, 1.0, partial(_trace_logits, shape, name))
-            for name in self._formats
+            for name in formats
         ]
         return [*found, ModelCall(TOP_K, shape, 0.0, 1.0, partial(_trace_topk, shape), shape.topk_bytes)]
+
+    columns = Columns(
+        {"step": "step", "keys": "keys"}, {"batch": "batch", "context": "context"}, ("step", "keys")
+    )
+    return Bench(name="indexer", columns=columns, calls=calls, modelled=modelled)
 
 
 def _query(keys: str) -> str:
@@ -192,10 +188,10 @@ def _trace_topk(shape: IndexerSizes, executor: ModelExecutor) -> object:
     return case.inputs().prepare()()
 
 
-def make(options: IndexerRows) -> tuple[IndexerBench, list[IndexerSizes], dict[str, Any]]:
+def make(options: IndexerRows) -> tuple[Bench[IndexerSizes], list[IndexerSizes], dict[str, Any]]:
     """The bench, its rows, and the settings that they depend on."""
     rows = [
         IndexerSizes(batch, context, options.heads, options.topk)
         for batch, context in product(options.batch, options.context)
     ]
-    return IndexerBench(options.keys), rows, {"keys": options.keys}
+    return indexer_bench(options.keys), rows, {"keys": options.keys}

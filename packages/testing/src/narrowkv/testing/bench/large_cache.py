@@ -128,7 +128,7 @@ class LargeCache:
     """
 
     def __init__(self, sizes: CacheSizes, seed: int = 0, device: str = "cuda") -> None:
-        self._made_for = self._key(sizes)
+        self._made_for = self.key(sizes)
         self._device = device
         self._random = torch.Generator(device).manual_seed(seed)
         tokens = sizes.batch * sizes.context
@@ -136,12 +136,13 @@ class LargeCache:
         self._v, self._v_descale = self._fill(sizes.cache_format.v, tokens, sizes)
 
     @staticmethod
-    def _key(sizes: CacheSizes) -> tuple[Any, ...]:
+    def key(sizes: CacheSizes) -> tuple[Any, ...]:
+        """What sizes have in common that one cache gives views of."""
         return sizes.format, sizes.batch, sizes.context, sizes.num_kv_heads, sizes.head_dim
 
     def fits(self, sizes: CacheSizes) -> bool:
         """Whether `view` takes these sizes."""
-        return self._made_for == self._key(sizes)
+        return self._made_for == self.key(sizes)
 
     def _fill(self, name: str, tokens: int, sizes: CacheSizes) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Rows of one side, and their scales or the descale of all."""

@@ -7,10 +7,13 @@ multiplied by a `Scale`.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,7 +24,7 @@ from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.bench.timing import Ceilings, GraphTimer, Timing
 from narrowkv.testing.model import ModelExecutor, main_launch, waits
-from narrowkv.testing.records import number
+from narrowkv.testing.records import SCHEMA_VERSION, number
 
 __all__ = [
     "Bench", "Call", "Columns", "ModelCall", "ModelRow", "Record", "Row", "check", "measure",
@@ -31,6 +34,8 @@ __all__ = [
 
 Record = Mapping[str, Any]
 """A measured row as an object."""
+Key = TypeVar("Key")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,19 @@ class Columns:
     series: tuple[str, ...] = ()
     figures: Mapping[str, Callable[[Record], str]] = field(default_factory=dict)
     shown: Callable[[Sequence[Record]], Sequence[Record]] = list
+
+
+def keeping_last(make: Callable[[Key], Made], key: Callable[[Key], object]) -> Callable[[Key], Made]:
+    """`make`, whose last result serves further arguments of its key, and is freed before another is made."""
+    kept: dict[object, Made] = {}
+
+    def get(argument: Key) -> Made:
+        if key(argument) not in kept:
+            kept.clear()  # frees the old one before the new one is made
+            kept[key(argument)] = make(argument)
+        return kept[key(argument)]
+
+    return get
 
 
 def microseconds(name: str) -> Callable[[Record], str]:
@@ -304,37 +322,30 @@ def check(call: Call, sizes: Mapping[str, Any]) -> Row:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Bench(Generic[Shape]):
-    """The calls of one operation at given sizes; a subclass describes them.
+    """The calls of one operation at given sizes.
 
     Attributes:
         name: of the bench.
         columns: of its table.
+        calls: of a shape; each is measured before the next is made.
+        modelled: calls of a shape for the timing model of AMD targets.
+        sizes: what a row says about its shape, which is a dataclass unless this is given.
         seconds: see `GraphTimer`.
         ratio: name of the figure that compares a row with the fastest of the calls for which
             `is_baseline` holds; empty for none.
+        is_baseline: whether other rows of the shape are compared with a row.
     """
 
-    name: ClassVar[str]
-    columns: ClassVar[Columns] = Columns()
-    seconds: ClassVar[float] = 0.5
-    ratio: ClassVar[str] = ""
-
-    def calls(self, shape: Shape) -> Iterable[Call]:
-        """The calls of a shape; each is measured before the next is made."""
-        raise NotImplementedError
-
-    def modelled(self, shape: Shape) -> Iterable[ModelCall]:
-        """The calls of a shape for the timing model of AMD targets."""
-        raise NotImplementedError
-
-    def sizes(self, shape: Shape) -> dict[str, Any]:
-        """What a row says about its shape."""
-        return asdict(shape)  # type: ignore[call-overload,no-any-return]  # every shape is a dataclass
-
-    def is_baseline(self, row: Row) -> bool:
-        """Whether other rows of the shape are compared with this one."""
-        return False
+    name: str
+    columns: Columns
+    calls: Callable[[Shape], Iterable[Call]]
+    modelled: Callable[[Shape], Iterable[ModelCall]] = lambda shape: ()
+    sizes: Callable[[Any], dict[str, Any]] = asdict
+    seconds: float = 0.5
+    ratio: str = ""
+    is_baseline: Callable[[Row], bool] = lambda row: False
 
     def rehearse(self, shape: Shape) -> tuple[Row, ...]:
         """The rows of a shape whose calls are checked and not timed."""
@@ -356,3 +367,75 @@ class Bench(Generic[Shape]):
             return row.median_us / base
 
         return tuple(replace(row, extra={**row.extra, self.ratio: ratio(row)}) for row in rows)
+
+
+# What tells rows of `bench decode` apart, in a baseline and in a later run.
+KEYS = (
+    "backend",
+    "batch",
+    "context",
+    "page_size",
+    "num_kv_heads",
+    "ratio",
+    "head_dim",
+    "q",
+    "format",
+)
+_FIGURE = "ratio_to_floor"
+
+
+def baseline_file(folder: Path, device: str) -> Path:
+    """The file of a device's baseline: its name in lower case, joined by dashes."""
+    return folder / ("-".join(re.findall(r"[a-z0-9]+", device.lower())) + ".json")
+
+
+def load_baseline(path: Path) -> dict[str, Any]:
+    """The document of an earlier run of `narrowkv bench decode`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not such a document; the message says what is wrong.
+    """
+    try:
+        document: Any = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} must be a JSON document of `narrowkv bench`: {error}") from None
+    rows = document.get("rows") if isinstance(document, dict) else None
+    if rows is None or document.get("command") != "bench" or not isinstance(rows, list):
+        raise ValueError(f"{path} must be a document of `narrowkv bench` with rows")
+    if document.get("schema_version") != SCHEMA_VERSION:
+        version = document.get("schema_version")
+        raise ValueError(f"{path} must have schema_version {SCHEMA_VERSION}, got {version!r}")
+    for row in rows:
+        figure = row.get(_FIGURE) if isinstance(row, dict) else None
+        if not isinstance(row, dict) or any(key not in row for key in KEYS):
+            raise ValueError(f"{path} must have rows with {', '.join(KEYS)}")
+        if figure is not None and not (isinstance(figure, int | float) and figure > 0):
+            raise ValueError(f"{path} must have rows whose {_FIGURE} is positive, got {figure!r}")
+    return dict(document)
+
+
+def changes(baseline: Record, rows: Sequence[Record]) -> list[dict[str, Any]]:
+    """Compares every row that both runs measured: by ratios to the floor, which depend less on the run.
+
+    Returns:
+        Of each row its values of `KEYS`; before, now: time over the floor; change: by which share it became
+        slower, 0.05 is five per cent.
+    """
+
+    def key(row: Record) -> tuple[Any, ...]:
+        return tuple(row[name] for name in KEYS)
+
+    before = {key(row): float(row[_FIGURE]) for row in baseline["rows"] if row.get(_FIGURE) is not None}
+    found = []
+    for row in rows:
+        now, was = row.get(_FIGURE), before.get(key(row))
+        if now is not None and was is not None:
+            same = dict(zip(KEYS, key(row), strict=True))
+            found.append({**same, "before": was, "now": float(now), "change": now / was - 1.0})
+    return found
+
+
+def regressions(found: Sequence[dict[str, Any]], threshold: float) -> list[dict[str, Any]]:
+    """The changes that are slower by more than `threshold`, worst first."""
+    return sorted((c for c in found if c["change"] > threshold), key=lambda c: c["change"], reverse=True)

@@ -75,7 +75,7 @@ class PrefillSizes:
         return 4.0 * self.head_dim * self.num_kv_heads * self.ratio * pairs
 
 
-class PrefillBench(Bench[PrefillSizes]):
+def prefill_bench(device: str = "cuda") -> Bench[PrefillSizes]:
     """`batch_prefill`; as further figures torch SDPA, `prefill_append`, and `append` before `batch_prefill`.
 
     For one new token `paged_decode` takes the place of the two with new tokens.
@@ -83,9 +83,6 @@ class PrefillBench(Bench[PrefillSizes]):
     Args:
         device: of the tensors.
     """
-
-    name = "prefill"
-    seconds = 0.2
     columns = Columns(
         {"format": "format"},
         {
@@ -101,48 +98,50 @@ class PrefillBench(Bench[PrefillSizes]):
             "decode us": microseconds("decode_us"),
         },
     )
+    return Bench(
+        name="prefill", columns=columns, calls=partial(_calls, device), modelled=_modelled, seconds=0.2
+    )
 
-    def __init__(self, device: str = "cuda") -> None:
-        self._device = device
 
-    def calls(self, shape: PrefillSizes) -> Iterator[Call]:
-        """The one call of a chunk."""
-        cache, table = LargeCache(shape.cache, device=self._device).view(shape.cache)
-        random = torch.Generator(self._device).manual_seed(shape.new)
-        size = (shape.new, shape.num_kv_heads * shape.ratio, shape.head_dim)
-        q = torch.randn(size, generator=random, device=self._device).bfloat16()
-        starts = torch.tensor([0, shape.new], dtype=torch.int32, device=self._device)
-        plan = plan_prefill(q, cache, table, starts, max_q_len=shape.new)
-        out = torch.empty_like(q)
-        paged = q, cache, table, starts
+def _calls(device: str, shape: PrefillSizes) -> Iterator[Call]:
+    """The one call of a chunk."""
+    cache, table = LargeCache(shape.cache, device=device).view(shape.cache)
+    random = torch.Generator(device).manual_seed(shape.new)
+    size = (shape.new, shape.num_kv_heads * shape.ratio, shape.head_dim)
+    q = torch.randn(size, generator=random, device=device).bfloat16()
+    starts = torch.tensor([0, shape.new], dtype=torch.int32, device=device)
+    plan = plan_prefill(q, cache, table, starts, max_q_len=shape.new)
+    out = torch.empty_like(q)
+    paged = q, cache, table, starts
 
-        def us(make: Callable[..., Callable[[], object]], *arguments: Any) -> Callable[[GraphTimer], float]:
-            return lambda timer: timer.measure(make(*arguments)).median_us
+    def us(make: Callable[..., Callable[[], object]], *arguments: Any) -> Callable[[GraphTimer], float]:
+        return lambda timer: timer.measure(make(*arguments)).median_us
 
-        one = shape.new == 1
-        yield Call(
-            {"plan": plan.explain()},
-            lambda: partial(batch_prefill, *paged, out=out, plan=plan),  # type: ignore[arg-type,return-value]
-            shape.bytes_touched,
-            shape.flops,
-            checker(q, cache, table),
-            BOUND,
-            extra={
-                "sdpa_us": us(_sdpa, q, cache, table),
-                "append_us": None if one else us(_append_and_attend, shape, paged),
-                "two_calls_us": None if one else us(_append_then_attend, shape, paged),
-                "decode_us": us(_decode, q, cache, table) if one else None,
-            },
-        )
+    one = shape.new == 1
+    yield Call(
+        {"plan": plan.explain()},
+        lambda: partial(batch_prefill, *paged, out=out, plan=plan),  # type: ignore[arg-type,return-value]
+        shape.bytes_touched,
+        shape.flops,
+        checker(q, cache, table),
+        BOUND,
+        extra={
+            "sdpa_us": us(_sdpa, q, cache, table),
+            "append_us": None if one else us(_append_and_attend, shape, paged),
+            "two_calls_us": None if one else us(_append_then_attend, shape, paged),
+            "decode_us": us(_decode, q, cache, table) if one else None,
+        },
+    )
 
-    def modelled(self, shape: PrefillSizes) -> list[ModelCall]:
-        """`batch_prefill` and `prefill_append`: some tokens of one KV head, keys as the middle token has."""
-        names = {"batch_prefill": False, "prefill_append": True}
-        return [
-            ModelCall(name, shape, shape.flops, 0.1, partial(_trace, shape, appends), shape.bytes_touched)
-            for name, appends in names.items()
-            if shape.new > 1 or not appends
-        ]
+
+def _modelled(shape: PrefillSizes) -> list[ModelCall]:
+    """`batch_prefill` and `prefill_append`: some tokens of one KV head, keys as the middle token has."""
+    names = {"batch_prefill": False, "prefill_append": True}
+    return [
+        ModelCall(name, shape, shape.flops, 0.1, partial(_trace, shape, appends), shape.bytes_touched)
+        for name, appends in names.items()
+        if shape.new > 1 or not appends
+    ]
 
 
 def checker(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[[torch.Tensor], float]:
@@ -246,11 +245,11 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
     ).inputs().call()  # fmt: skip
 
 
-def make(options: PrefillRows) -> tuple[PrefillBench, list[PrefillSizes], dict[str, Any]]:
+def make(options: PrefillRows) -> tuple[Bench[PrefillSizes], list[PrefillSizes], dict[str, Any]]:
     """The bench and its rows."""
     lists = options.cache_format, options.heads, options.new, options.prefix
     rows = [
         PrefillSizes(new, prefix, kv_heads, q_heads // kv_heads, options.head_dim, options.page_size, fmt)
         for fmt, (q_heads, kv_heads), new, prefix in product(*lists)
     ]
-    return PrefillBench(), rows, {}
+    return prefill_bench(), rows, {}

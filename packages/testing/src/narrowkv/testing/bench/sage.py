@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowkv.quant.accuracy import compare
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
-from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall, Row, microseconds, ratio_of
+from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall, microseconds, ratio_of
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.cases.sage import BOUND, SageCase
 from narrowkv.testing.model import ModelExecutor, Scale
@@ -61,7 +61,7 @@ class SageSizes:
         return q.bfloat16(), k.bfloat16(), v.bfloat16()
 
 
-class SageBench(Bench[SageSizes]):
+def sage_bench(qk: Sequence[str], granularities: Sequence[str], device: str = "cuda") -> Bench[SageSizes]:
     """Torch SDPA by backend, then Sage attention in every precision and granularity.
 
     Times include quantisation, and the floor is that of attention in bf16. Further figures: `attend_us`, the
@@ -72,8 +72,29 @@ class SageBench(Bench[SageSizes]):
         granularities: of their descales.
         device: of the tensors.
     """
+    ways = tuple(product(qk, granularities))
 
-    name = "sage"
+    def calls(shape: SageSizes) -> Iterator[Call]:
+        """SDPA's backends, then narrowkv's calls."""
+        qkv = shape.inputs(device)
+        for name, backend in _SDPA.items():
+            yield Call(
+                {"backend": f"sdpa {name}", "qk": "bf16", "granularity": ""},
+                partial(_sdpa, qkv, backend, shape.causal), shape.bytes_touched, shape.flops,
+                extra={"attend_us": None}, is_peer=True,
+            )  # fmt: skip
+        for way in ways:
+            yield _call(shape, *way, qkv)
+
+    def modelled(shape: SageSizes) -> list[ModelCall]:
+        """One head and some tokens."""
+        return [
+            ModelCall(
+                ", ".join(way), shape, shape.flops, 0.1, partial(_trace, shape, *way), shape.bytes_touched
+            )
+            for way in ways
+        ]
+
     columns = Columns(
         {
             "backend": "backend",
@@ -85,37 +106,10 @@ class SageBench(Bench[SageSizes]):
         ("backend", "qk", "granularity"),
         {"K, V ready us": microseconds("attend_us"), "x sdpa": ratio_of("ratio_to_sdpa")},
     )
-    ratio = "ratio_to_sdpa"
-
-    def __init__(self, qk: Sequence[str], granularities: Sequence[str], device: str = "cuda") -> None:
-        self._ways = tuple(product(qk, granularities))
-        self._device = device
-
-    def is_baseline(self, row: Row) -> bool:
-        """Torch SDPA is."""
-        return row.labels["backend"] != "narrowkv"
-
-    def calls(self, shape: SageSizes) -> Iterator[Call]:
-        """SDPA's backends, then narrowkv's calls."""
-        qkv = shape.inputs(self._device)
-        for name, backend in _SDPA.items():
-            yield Call(
-                {"backend": f"sdpa {name}", "qk": "bf16", "granularity": ""},
-                partial(_sdpa, qkv, backend, shape.causal), shape.bytes_touched, shape.flops,
-                extra={"attend_us": None}, is_peer=True,
-            )  # fmt: skip
-        for qk, granularity in self._ways:
-            yield _call(shape, qk, granularity, qkv)
-
-    def modelled(self, shape: SageSizes) -> list[ModelCall]:
-        """One head and some tokens."""
-        return [
-            ModelCall(
-                f"{qk}, {granularity}", shape, shape.flops, 0.1, partial(_trace, shape, qk, granularity),
-                shape.bytes_touched,
-            )
-            for qk, granularity in self._ways
-        ]  # fmt: skip
+    return Bench(
+        name="sage", columns=columns, calls=calls, modelled=modelled, ratio="ratio_to_sdpa",
+        is_baseline=lambda row: row.labels["backend"] != "narrowkv",
+    )  # fmt: skip
 
 
 def _options(shape: SageSizes, qk: str, granularity: str) -> dict[str, Any]:
@@ -178,11 +172,11 @@ def _trace(shape: SageSizes, qk: str, granularity: str, executor: ModelExecutor)
     return case.inputs().call()
 
 
-def make(options: SageRows) -> tuple[SageBench, list[SageSizes], dict[str, Any]]:
+def make(options: SageRows) -> tuple[Bench[SageSizes], list[SageSizes], dict[str, Any]]:
     """The bench, its rows, and the settings that they depend on."""
     rows = [
         SageSizes(batch, context, options.heads, options.head_dim, causal)
         for batch, context, causal in product(options.batch, options.context, (False, True))
     ]
     settings = {"qk": options.qk, "granularity": options.granularity}
-    return SageBench(options.qk, options.granularity), rows, settings
+    return sage_bench(options.qk, options.granularity), rows, settings

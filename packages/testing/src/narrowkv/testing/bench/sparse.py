@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -18,7 +18,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall, Row, ratio_of
+from narrowkv.testing.bench.measure import Bench, Call, Columns, ModelCall, keeping_last, ratio_of
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.cases.sparse import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCase
 from narrowkv.testing.model import ModelExecutor, Scale
@@ -66,7 +66,7 @@ class Pool:
         self.rows = rows
 
 
-class SparseBench(Bench[SparseSizes]):
+def sparse_bench(modes: Sequence[str], device: str = "cuda") -> Bench[SparseSizes]:
     """Sparse prefill in each mode.
 
     Further figures: `scratch_bytes`, the largest memory that a call allocates besides its output, and
@@ -76,8 +76,7 @@ class SparseBench(Bench[SparseSizes]):
         modes: of "bf16", "prepass", "fused" and "fused-fp8q" (queries in FP8).
         device: of the tensors.
     """
-
-    name = "sparse"
+    pools = keeping_last(partial(Pool, device=device), lambda rows: rows)
     columns = Columns(
         {"mode": "mode"},
         {"tokens": "tokens", "heads": "heads", "top-k": "topk"},
@@ -89,30 +88,17 @@ class SparseBench(Bench[SparseSizes]):
             ),
         },
     )
-    ratio = "ratio_to_bf16"
-
-    def __init__(self, modes: Sequence[str], device: str = "cuda") -> None:
-        self._modes = tuple(modes)
-        self._device = device
-        self._pool: Pool | None = None
-
-    def is_baseline(self, row: Row) -> bool:
-        """Mode "bf16" is."""
-        return row.labels["mode"] == "bf16"
-
-    def calls(self, shape: SparseSizes) -> Iterator[Call]:
-        """One call for each mode."""
-        if self._pool is None or self._pool.rows != shape.pool:
-            self._pool = None  # frees the old one before the new one is made
-            self._pool = Pool(shape.pool, self._device)
-        for mode in self._modes:
-            yield _call(shape, mode, self._pool, self._device)
-
-    def modelled(self, shape: SparseSizes) -> list[ModelCall]:
-        """Some tokens and rows of each mode."""
-        return [
-            ModelCall(mode, shape, shape.flops, 0.5, partial(_trace, shape, mode)) for mode in self._modes
-        ]
+    return Bench(
+        name="sparse",
+        columns=columns,
+        calls=lambda shape: (_call(shape, mode, pools(shape.pool), device) for mode in modes),
+        # Some tokens and rows of each mode.
+        modelled=lambda shape: [
+            ModelCall(mode, shape, shape.flops, 0.5, partial(_trace, shape, mode)) for mode in modes
+        ],
+        ratio="ratio_to_bf16",
+        is_baseline=lambda row: row.labels["mode"] == "bf16",
+    )
 
 
 def _call(shape: SparseSizes, mode: str, pool: Pool, device: str) -> Call:
@@ -170,8 +156,8 @@ def _trace(shape: SparseSizes, mode: str, executor: ModelExecutor) -> object:
     return case.inputs().call()
 
 
-def make(options: SparseRows) -> tuple[SparseBench, list[SparseSizes], dict[str, Any]]:
+def make(options: SparseRows) -> tuple[Bench[SparseSizes], list[SparseSizes], dict[str, Any]]:
     """The bench, its rows, and the settings that they depend on."""
     sizes = product(options.tokens, options.heads, options.topk)
     rows = [SparseSizes(*each, options.pool) for each in sizes]
-    return SparseBench(options.mode), rows, {"modes": options.mode}
+    return sparse_bench(options.mode), rows, {"modes": options.mode}

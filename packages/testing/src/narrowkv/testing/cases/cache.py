@@ -25,7 +25,7 @@ from narrowkv.quant.int_tokens import quantize_tokens_int4, quantize_tokens_int8
 from narrowkv.quant.quantize import quantize_per_group
 from narrowkv.quant.rounding import encode
 from narrowkv.testing.cases import Case, CaseError, named, unknown
-from narrowkv.testing.contracts import Contract, Shape
+from narrowkv.testing.operation import Contract, Shape
 from narrowkv.testing.words import CACHE_FORMATS
 
 __all__ = [

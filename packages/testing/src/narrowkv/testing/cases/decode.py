@@ -21,8 +21,7 @@ from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.tracing import wide_dtype
 from narrowkv.testing.cases import Inputs, each_alone, named, word_of
 from narrowkv.testing.cases.cache import DESCALES, LAYOUTS, CacheCase, fields_of_contract
-from narrowkv.testing.contracts import BOUND_16_BIT_QUERY, Contract, Shape
-from narrowkv.testing.operation import Cases
+from narrowkv.testing.operation import BOUND_16_BIT_QUERY, Cases, Contract, Shape
 from narrowkv.testing.words import CACHE_FORMATS, DECODE_KERNELS
 
 __all__ = [

@@ -13,8 +13,7 @@ import torch
 from narrowkv.quant import encode
 from narrowkv.sparse_fp8.indexer import IndexKeys, index_logits, index_logits_reference
 from narrowkv.testing.cases import Case, CaseError, Inputs, each_alone, named, sweep_of
-from narrowkv.testing.contracts import BOUND_16_BIT_QUERY, Contract, Shape
-from narrowkv.testing.operation import Cases
+from narrowkv.testing.operation import BOUND_16_BIT_QUERY, Cases, Contract, Shape
 
 __all__ = ["AXES", "CASES", "IndexCall", "IndexCase", "shipped", "sweep"]
 

@@ -17,8 +17,7 @@ from narrowkv.sparse_fp8.layouts import LAYOUTS as ROW_LAYOUTS
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.testing.cases import Case, Inputs, each_alone, named, sweep_of
 from narrowkv.testing.cases.cache import SPARE_PAGES, shuffled_pages, table_of
-from narrowkv.testing.contracts import BOUND_SPARSE, Contract, Shape
-from narrowkv.testing.operation import Cases
+from narrowkv.testing.operation import BOUND_SPARSE, Cases, Contract, Shape
 
 __all__ = ["AXES", "CASES", "LatentCall", "LatentCase", "sweep"]
 

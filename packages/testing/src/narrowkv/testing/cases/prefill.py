@@ -21,8 +21,7 @@ from narrowkv.runtime.launch.tracing import wide_dtype
 from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing.cases import CaseError, Inputs, decode, each_alone, named, unknown, word_of
 from narrowkv.testing.cases import cache as cases
-from narrowkv.testing.contracts import BOUND_FP8_COMPUTE, Contract, Shape
-from narrowkv.testing.operation import Cases
+from narrowkv.testing.operation import BOUND_FP8_COMPUTE, Cases, Contract, Shape
 
 __all__ = ["CASES", "PrefillCase", "PrefillInputs", "shipped", "sweep"]
 

@@ -19,8 +19,7 @@ from narrowkv.runtime.targets import Target
 from narrowkv.sage.api import plan_sage, sage_attention
 from narrowkv.sage.reference import sage_attention_reference, short_sum_error
 from narrowkv.testing.cases import Case, Inputs, named
-from narrowkv.testing.contracts import BOUND_FP8_P, Contract, Shape
-from narrowkv.testing.operation import Cases
+from narrowkv.testing.operation import BOUND_FP8_P, Cases, Contract, Shape
 from narrowkv.testing.words import SAGE_PRECISIONS
 
 __all__ = [

@@ -16,8 +16,7 @@ from narrowkv.sparse_fp8.reference import sparse_prefill_reference
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 from narrowkv.testing.cases import Case, Inputs, each_alone, named, sweep_of
-from narrowkv.testing.contracts import BOUND_FP8_COMPUTE, BOUND_SPARSE, Contract, Shape
-from narrowkv.testing.operation import Cases
+from narrowkv.testing.operation import BOUND_FP8_COMPUTE, BOUND_SPARSE, Cases, Contract, Shape
 
 __all__ = ["AXES", "CASES", "SparseCase", "SparseInputs", "sweep"]
 

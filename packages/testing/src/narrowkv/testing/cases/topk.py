@@ -12,8 +12,7 @@ import torch
 
 from narrowkv.sparse_fp8.indexer import index_topk, index_topk_reference
 from narrowkv.testing.cases import Case, Inputs, each_alone, named, sweep_of
-from narrowkv.testing.contracts import Contract, Shape
-from narrowkv.testing.operation import Cases
+from narrowkv.testing.operation import Cases, Contract, Shape
 
 __all__ = ["AXES", "CASES", "TopkCall", "TopkCase", "shipped", "sweep"]
 

@@ -41,11 +41,19 @@ from narrowkv.testing.bench.prefill import checker as prefill_checker
 from narrowkv.testing.cases.decode import BOUND as DECODE_BOUND
 from narrowkv.testing.cases.sage import BOUND as SAGE_BOUND
 from narrowkv.testing.cases.sparse import BOUND_16_BIT_QUERY
-from narrowkv.testing.traffic import Heads
+from narrowkv.testing.tune import SparseHeads, TuneSettings
 from narrowkv.testing.tune.search import Shapes, TunedCall, inner
-from narrowkv.testing.tune.settings import SparseHeads, TuneSettings
+from narrowkv.testing.words import Heads
 
-__all__ = ["SPARSE_LAYOUTS", "DecodeFamily", "PrefillFamily", "SageFamily", "SparseFamily", "TunedFamily"]
+__all__ = [
+    "SPARSE_LAYOUTS",
+    "DecodeFamily",
+    "PrefillFamily",
+    "SageFamily",
+    "SparseFamily",
+    "TunedFamily",
+    "family_of",
+]
 
 SPARSE_LAYOUTS = tuple(LAYOUTS)
 
@@ -398,6 +406,12 @@ class SageFamily(TunedFamily[tuple[int, bool], sage.SageChoice]):
     def space(self, plan: SagePlan) -> Any:
         """Tiles, then orders of programs."""
         return sage.choices(plan.target, plan.config), sage.orders
+
+
+def family_of(name: str, settings: TuneSettings, device: str = "cuda") -> TunedFamily[Any, Any]:
+    """The family of that name."""
+    families: tuple[type[TunedFamily[Any, Any]], ...] = DecodeFamily, PrefillFamily, SparseFamily, SageFamily
+    return {family.name: family for family in families}[name](settings, device)
 
 
 def _both(size: int, eighths: int) -> tuple[int, int]:

@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import time
 
-from narrowkv.testing.processes import default_jobs, in_processes
+from narrowkv.cli.command_line import jobs
+from narrowkv.cli.running import in_processes
 
 
 def _square(x: int) -> tuple[int, int]:
@@ -24,7 +25,7 @@ def test_tasks_run_in_other_processes_and_all_come_back() -> None:
     assert os.getpid() not in {process for _, process in results.values()}
     # With one job everything runs right here.
     assert {process for _, (_, process) in in_processes(_square, [1, 2], jobs=1)} == {os.getpid()}
-    assert 1 <= default_jobs() <= 8
+    assert 1 <= jobs(None) <= 8
 
 
 def test_leaving_early_ends_the_processes() -> None:
