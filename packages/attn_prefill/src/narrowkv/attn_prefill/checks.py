@@ -11,7 +11,7 @@ import torch
 from narrowkv.attn_decode.checks import QUERY_DTYPES
 from narrowkv.attn_prefill.arguments import Arguments
 from narrowkv.attn_prefill.shapes import PrefillShape
-from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_new_tokens, check_table, tensors_of
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.paged_cache.layouts import HEAD_DIMS
@@ -223,8 +223,6 @@ def check_classes(given: Arguments, *, appends: bool = False) -> None:
         value = getattr(given, name)
         if value is not None or name in needed:
             check_tensor(name, value)
-    if given.rope is not None:
-        check_instance("rope", given.rope, Rope)
 
 
 def check_shape_of_plan(shape: PrefillShape, cache: PagedKVCache, *, appends: bool) -> None:

@@ -26,7 +26,6 @@ from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.binding import bind_cache, bind_table
 from narrowkv.paged_cache.checks import check_one_width, tensors_of
-from narrowkv.paged_cache.descales import static_scales
 from narrowkv.runtime.checks import check_results, refuse_overlap
 from narrowkv.runtime.errors import (
     check_choice,
@@ -179,7 +178,7 @@ class CPDecodePlan(Plan):
         if call is None:
             refuse_containers(given, PLAIN_VALUES)
             call = self.prepared(signature, self._check(given, table), given)
-        check_scales(static_scales(cache), given.validate)
+        check_scales(cache.static_scales(), given.validate)
         if self.layout.world == 1:
             return self.local[0].call(given)
         spans = bind_cache(cache, self.target, ()).spans
