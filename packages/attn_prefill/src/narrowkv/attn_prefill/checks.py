@@ -15,7 +15,6 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_new_tokens, check_table, tensors_of
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.paged_cache.layouts import HEAD_DIMS
-from narrowkv.runtime.checks import refuse_overlap
 from narrowkv.runtime.errors import (
     check_descale_tensor,
     check_dtype,
@@ -26,6 +25,7 @@ from narrowkv.runtime.errors import (
     check_same_device,
     check_shape,
     check_tensor,
+    refuse_overlap,
 )
 
 APPEND_DTYPES = (torch.bfloat16, torch.float16)  # of queries and new tokens

@@ -37,8 +37,14 @@ from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, b
 from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope
 from narrowkv.quant.device import widening_exponent
-from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows
-from narrowkv.runtime.errors import check_finite_float, check_instance, check_no_grad
+from narrowkv.runtime.errors import (
+    check_finite_float,
+    check_instance,
+    check_no_grad,
+    check_results,
+    check_soft_cap,
+    check_windows,
+)
 from narrowkv.runtime.launch import (
     BoundLaunch,
     PreparedCall,
@@ -314,7 +320,7 @@ class PrefillPlan(PrefillSettings):
             logit_scale *= 2.0 ** widening_exponent(self.k_format, fp8_route(self.config.fp8, self.k_format))
         out_dtype = check_results(
             q, given.out, given.lse, given.sinks, given.out_dtype, given.out_scale, inputs_of(given),
-            head_dim=shape.v_dim, target=self.target,
+            head_dim=shape.v_dim, vendor=self.target.vendor,
         )  # fmt: skip
         return CheckedPrefill(shape, scale, logit_scale, soft_cap, out_dtype, traits)
 

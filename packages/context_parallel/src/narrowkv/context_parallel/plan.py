@@ -26,14 +26,15 @@ from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.binding import bind_cache, bind_table
 from narrowkv.paged_cache.checks import check_one_width, tensors_of
-from narrowkv.runtime.checks import check_results, refuse_overlap
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
     check_instance,
     check_last_dim_contiguous,
     check_positive_int,
+    check_results,
     check_shape,
+    refuse_overlap,
 )
 from narrowkv.runtime.launch import Workspace
 from narrowkv.runtime.operation import (
@@ -282,7 +283,7 @@ class CPDecodePlan(Plan):
             )
         dtype = check_results(
             q, given.out, given.lse, given.sinks, given.out_dtype, given.out_scale, _inputs(given),
-            head_dim=shape.head_dim, target=self.target,
+            head_dim=shape.head_dim, vendor=self.target.vendor,
         )  # fmt: skip
         return Prepared(out=(q.shape, dtype), lse=(q.shape[:2], torch.float32), **spans_of_arguments(given))
 

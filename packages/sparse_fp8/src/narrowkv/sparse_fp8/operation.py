@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from narrowkv.runtime.checks import refuse_overlap
-from narrowkv.runtime.errors import check_keywords, span_bytes
+from narrowkv.runtime.errors import check_keywords, refuse_overlap, span_bytes
 from narrowkv.runtime.launch import Arg, BoundLaunch, Part, named_values
 from narrowkv.runtime.launch.workspace import Block
 from narrowkv.runtime.operation import Prepared, metadata_of
