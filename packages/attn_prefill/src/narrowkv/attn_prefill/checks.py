@@ -10,7 +10,7 @@ import torch
 
 from narrowkv.attn_decode.checks import QUERY_DTYPES
 from narrowkv.attn_prefill.arguments import Arguments
-from narrowkv.attn_prefill.shapes import PrefillShape
+from narrowkv.attn_prefill.tiles import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_new_tokens, check_table, tensors_of
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillConfig, PrefillShape
-from narrowkv.attn_prefill.tiles import tuned_as
+from narrowkv.attn_prefill.tiles import ANY_LEN, PrefillConfig, PrefillShape, tuned_as
 from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target

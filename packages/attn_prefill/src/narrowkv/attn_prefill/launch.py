@@ -42,8 +42,11 @@ from narrowkv.attn_prefill.memory import (
     power_of_two,
 )
 from narrowkv.attn_prefill.settings import PrefillSettings, per_key
-from narrowkv.attn_prefill.shapes import IN_PAGES, WIDE_HEAD, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
+    IN_PAGES,
+    WIDE_HEAD,
+    PrefillConfig,
+    PrefillShape,
     compute_units_of,
     config_of_call,
     most_work_items,

@@ -31,7 +31,7 @@ from narrowkv.attn_prefill.launch import (
 )
 from narrowkv.attn_prefill.memory import MemorySizes, allocate
 from narrowkv.attn_prefill.settings import PrefillSettings
-from narrowkv.attn_prefill.shapes import PrefillShape
+from narrowkv.attn_prefill.tiles import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
@@ -386,7 +386,7 @@ class PrefillPlan(PrefillSettings):
             checked.soft_cap, checked.out_dtype, metadata_of(given.q_descale), not table.max_pages,
             *(None if x is None else (type(x), x.dtype, x.stride(), x.device) for x in tensors),
             id(route.fill), id(route.attend), route.in_pages, config.block_m, config.block_n,
-            memory.names if isinstance(memory, MemorySizes) else id(memory),
+            (*memory.blocks, *memory.counters) if isinstance(memory, MemorySizes) else id(memory),
         )  # fmt: skip
         found = self._layouts.get(key)
         if found is not None:

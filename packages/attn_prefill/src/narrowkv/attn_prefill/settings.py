@@ -14,13 +14,26 @@ from narrowkv.attn_prefill.cost import explain_class, few_bounds, most_widened
 from narrowkv.attn_prefill.kernels.widen import VALUE_EXPONENT
 from narrowkv.attn_prefill.memory import (
     FACTORS_OF_BLOCKS,
+    Blocks,
     LaunchMemory,
     MemorySizes,
+    has_v_factors,
+    key_type,
     make_memory,
+    power_of_two,
     scratch_bytes,
+    scratch_rows,
 )
-from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, PrefillConfig, PrefillShape, scratch_block
-from narrowkv.attn_prefill.tiles import split_config
+from narrowkv.attn_prefill.tiles import (
+    IN_PAGES,
+    PrefillConfig,
+    PrefillShape,
+    most_work_items,
+    partial_programs,
+    scratch_block,
+    split_config,
+    tuned_as,
+)
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.binding import BoundCache, ReadOptions, bind_cache, parts_of
 from narrowkv.quant.formats import get_format
@@ -34,6 +47,10 @@ if TYPE_CHECKING:
 
 SCRATCH_LIMIT_BYTES = 4 * 2**30
 _LARGEST_BLOCK = 128  # keys of a block of scratch
+_LEAST_ROWS = 16  # of a tile
+_MOST_SPLITS = 32
+# Two are read; the next counters begin in a cache line of their own, with an address that is aligned.
+_FLAGS = 64
 
 
 def per_key(k_granularity: str, v_granularity: str) -> tuple[bool, bool]:
@@ -153,7 +170,7 @@ class PrefillSettings(Plan):
         fits = self.scratch_fits is not False
         widened = None if not fits or self.config.fp8 else "pipelined" if self.pipelines else "dense"
         return "\n".join(
-            f"{self.target.name}: {_describe(part)}; "
+            f"{self.target.name}: {part.explain()}; "
             f"{explain_class(self.target, self.shape, formats, part, widened)}"
             for part in (*self.config.short_queries, self.config)
         )
@@ -212,7 +229,7 @@ class PrefillSettings(Plan):
         """The memory of calls with this configuration; None where each call allocates its own."""
         if self.workspace is None:
             return None
-        kind = kind_of(replace(config, short_queries=()))
+        kind = replace(config, short_queries=()).kind()
         found = self._memories.get(kind)
         if found is None:
             memory_sizes = self.memory_sizes(self.shape, config, exact=False)
@@ -324,12 +341,55 @@ class PrefillSettings(Plan):
 
     def memory_sizes(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> MemorySizes:
         """Memory of a configuration for calls of this shape, or (not exact) of any shape up to it."""
-        own = self.widened_per_key()
-        return MemorySizes(
-            shape, config, self.target, self.shape.q_dtype, self.k_format, self.v_format, own,
-            self.appends, self.num_splits,
-            shape.sequences_with(config.q_lens[0]) if exact else self.widened_sequences(shape), exact,
-        )  # fmt: skip
+        block, heads, appends = config.scratch_block, shape.num_kv_heads, self.appends
+        v_factors = has_v_factors(self.v_format, appends=appends, k_in_pages=config.k_in_pages)
+        blocks, counters = Blocks(), dict[str, int]()
+        if config.kernel not in IN_PAGES:
+            sequences = shape.sequences_with(config.q_lens[0]) if exact else self.widened_sequences(shape)
+            rows = scratch_rows(shape, block, sequences, appends=appends)
+            factors_of_blocks = (heads, rows // block), torch.float32
+            k_per_key, v_per_key = self.widened_per_key()
+            blocks["k"] = (heads, rows, shape.head_dim), key_type(self.shape.q_dtype, self.k_format)
+            blocks["v"] = (heads, rows, shape.v_dim), torch.float16
+            if k_per_key or config.k_in_pages:
+                blocks["k_factor"] = (heads, rows), torch.float32
+            if v_per_key:
+                blocks["v_factor"] = (heads, rows), torch.float32
+            if appends:
+                blocks["k_block_factor"] = factors_of_blocks
+            if v_factors:
+                blocks["v_block_factor"] = factors_of_blocks
+            tiles = max(shape.row_tiles(config.block_m if exact else _LEAST_ROWS), 1)
+            blocks["schedule"] = (tiles, 8), torch.int32
+        # Only the pipelined kernel looks at them, and puts them back to zero.
+        if config.fallback is not None and v_factors:
+            counters["factor_flag"] = _FLAGS
+        rows, arrivals = self._partials(shape, config, exact)
+        if rows:
+            blocks["acc"] = (rows * power_of_two(shape.v_dim),), torch.float32
+            blocks["ml"] = (rows * 2,), torch.float32
+            counters["arrived"] = arrivals
+        return MemorySizes(shape, config, blocks, counters)
+
+    def _partials(self, shape: PrefillShape, config: PrefillConfig, exact: bool) -> tuple[int, int]:
+        """Rows of partial results, and counters of programs that have arrived; see `memory_sizes`."""
+        heads, block_m, splits = shape.num_kv_heads, config.block_m, config.num_splits
+        if config.kernel == "split":
+            items = most_work_items(shape, config) * heads
+            return items * block_m, items
+        # The pipelined kernel counts halves of a tile.
+        if exact:
+            tiles = shape.row_tiles(block_m) * heads
+            return (tiles * splits * block_m, 2 * tiles) if splits > 1 else (0, 0)
+        rows = max(shape.row_tiles(m) * m for m in (16, 32, 64, 128)) * heads
+        tiles = shape.row_tiles(_LEAST_ROWS) * heads
+        if self.num_splits is not None:
+            return (rows * self.num_splits, 2 * tiles) if self.num_splits > 1 else (0, 0)
+        splits = min(-(-shape.max_seq_len // 16) // 4, _MOST_SPLITS)
+        programs = partial_programs(self.target, 2)
+        # Tiles of 128 rows fill a multiprocessor of NVIDIA alone; two share a compute unit of AMD.
+        largest = 128 if tuned_as(self.target).is_amd else 64
+        return (min(rows * splits, programs * largest), 2 * min(tiles, programs)) if splits > 1 else (0, 0)
 
     def _sizes_of_kernels(self) -> list[MemorySizes]:
         """Memory that is large enough for every configuration that a call can have."""
@@ -375,7 +435,7 @@ class PrefillSettings(Plan):
             for num_tokens in tokens:
                 shape = self.shape_of_call(batch, num_tokens)
                 config = self.config_for(shape)
-                kind, call = kind_of(config), (config, shape)
+                kind, call = config.kind(), (config, shape)
                 first.setdefault(kind, call)
                 most[kind] = max(most.get(kind, call), call, key=_tokens_of)
         return [*first.values(), *(call for kind, call in most.items() if call is not first[kind])]
@@ -383,35 +443,6 @@ class PrefillSettings(Plan):
 
 def _tokens_of(call: tuple[PrefillConfig, PrefillShape]) -> int:
     return call[1].kv_tokens + call[1].num_tokens
-
-
-def _describe(c: PrefillConfig) -> str:
-    """A configuration, for people."""
-    warps = f"{c.options.num_warps} warps"
-    if c.fallback is not None:
-        warps = "two warpgroups that attend and a warp that copies"
-    splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
-    if c.kernel == "split":
-        splits = f", all keys of a head shared by {c.num_splits} programs or more"
-    pages = ", K from its pages where they allow it" if c.k_in_pages else ""
-    return (
-        f"{c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, {warps}, "
-        f"{c.options.num_stages} stages{splits}{pages}"
-    )
-
-
-def kind_of(config: PrefillConfig) -> PrefillConfig:
-    """The parts of a configuration that kernels and memory depend on."""
-    fallback = None if config.fallback is None else kind_of(config.fallback)
-    return replace(
-        config,
-        why="",
-        num_splits=config.num_splits if config.kernel == "split" else min(config.num_splits, 2),
-        q_lens=config.q_lens if config.kernel == "split" else (0, ANY_LEN),
-        short_queries=tuple(kind_of(part) for part in config.short_queries),
-        fallback=fallback,
-        ping_pong=None if config.ping_pong is None else kind_of(config.ping_pong),
-    )
 
 
 def _steps(most: int) -> list[int]:

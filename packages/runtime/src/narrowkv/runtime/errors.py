@@ -3,7 +3,7 @@
 Each message names the argument, what was expected and what was given. A wrong kind of object (dtype, not a
 tensor) is a `TypeError`; a wrong value (shape, size, device, range) is a `ValueError`.
 
-Functions from `check_device` on check what attention operations have in common: sinks, caps, windows, results.
+From `check_device` on: checks of what attention operations have in common, sinks, caps, windows and results.
 
 Example:
     >>> import torch
