@@ -25,7 +25,6 @@ from narrowkv.runtime.errors import (
     check_same_device,
     check_shape,
     check_tensor,
-    refuse_overlap,
 )
 
 APPEND_DTYPES = (torch.bfloat16, torch.float16)  # of queries and new tokens
@@ -40,22 +39,17 @@ def inputs_of(given: Arguments) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_chunk(given: Arguments, *, validate: bool | None) -> None:
-    """Refuses new tokens that do not belong to the queries or cannot be stored, and inputs in the cache."""
+def check_chunk(given: Arguments, inputs: dict[str, Any], *, validate: bool | None) -> None:
+    """Refuses new tokens that do not belong to the queries or cannot be stored, and inputs in the cache.
+
+    inputs: what the call reads, as `inputs_of` names it.
+    """
     q, k_new, v_new, cache, rope = given.q, given.k_new, given.v_new, given.cache, given.rope
     if k_new is None or v_new is None:
         return
     # Of the cache's own tensors those of the transform alone are not written.
-    inputs = {name: x for name, x in inputs_of(given).items() if not name.startswith("cache.")}
-    check_new_tokens(
-        cache, k_new, v_new, rope, inputs, dtypes=(q.dtype,), tokens=q.shape[0], validate=validate
-    )
-
-
-def refuse_shared_memory(given: Arguments) -> None:
-    """Names what overlaps, if anything does."""
-    check_chunk(given, validate=False)
-    refuse_overlap(given.out, given.lse, inputs_of(given))
+    read = {name: x for name, x in inputs.items() if not name.startswith("cache.")}
+    check_new_tokens(cache, k_new, v_new, rope, read, dtypes=(q.dtype,), tokens=q.shape[0], validate=validate)
 
 
 def _descales(cache: PagedKVCache) -> Iterator[tuple[str, Any, str]]:

@@ -135,11 +135,6 @@ class CallTraits(NamedTuple):
     clean: bool
     o_scale: bool = False
 
-    @property
-    def has_options(self) -> bool:
-        """Whether kernels take a log-sum-exp, sinks, a scale of queries or outputs, or shifts of logits."""
-        return self.lse or self.sinks or self.q_descale or self.shifts or self.o_scale
-
 
 class Route(NamedTuple):
     """The kernels of calls of one kind with the same sizes.

@@ -18,7 +18,6 @@ from narrowkv.attn_prefill.checks import (
     check_values,
     inputs_of,
     prefill_shape,
-    refuse_shared_memory,
 )
 from narrowkv.attn_prefill.config import fp8_route
 from narrowkv.attn_prefill.launch import (
@@ -44,6 +43,7 @@ from narrowkv.runtime.errors import (
     check_results,
     check_soft_cap,
     check_windows,
+    refuse_overlap,
 )
 from narrowkv.runtime.launch import (
     BoundLaunch,
@@ -283,13 +283,14 @@ class PrefillPlan(PrefillSettings):
             raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
         q, cache, table, starts = given.q, given.cache, given.page_table, given.cu_seqlens_q
         shape = prefill_shape(q, cache, table, starts, appends=self.appends)
-        check_chunk(given, validate=given.validate)
+        inputs = inputs_of(given)
+        check_chunk(given, inputs, validate=given.validate)
         made = (self.shape.num_qo_heads, self.shape.head_dim, self.shape.q_dtype, self.target.name)
         called = (shape.num_qo_heads, shape.head_dim, shape.q_dtype, active_target(q.device).name)
         if made != called:
             raise ValueError(
                 f"plan must be made for (num_qo_heads, head_dim, q's dtype, target) {called}, got a plan for "
-                f"{made}: call {self.maker} again"
+                f"{made}: call {self.operation.maker} again"
             )
         scale = (
             q.shape[2] ** -0.5 if given.sm_scale is None else check_finite_float("sm_scale", given.sm_scale)
@@ -319,7 +320,7 @@ class PrefillPlan(PrefillSettings):
             # Q's bytes are read as K's are, and lose the same power of two.
             logit_scale *= 2.0 ** widening_exponent(self.k_format, fp8_route(self.config.fp8, self.k_format))
         out_dtype = check_results(
-            q, given.out, given.lse, given.sinks, given.out_dtype, given.out_scale, inputs_of(given),
+            q, given.out, given.lse, given.sinks, given.out_dtype, given.out_scale, inputs,
             head_dim=shape.v_dim, vendor=self.target.vendor,
         )  # fmt: skip
         return CheckedPrefill(shape, scale, logit_scale, soft_cap, out_dtype, traits)
@@ -363,7 +364,7 @@ class PrefillPlan(PrefillSettings):
             classes=tuple(classes),
             decodes=decodes and shape.num_tokens > 0,
             q_as_bytes=not self.appends and self.config.fp8 not in (None, self.k_format),
-            has_options=traits.has_options,
+            has_options=traits.lse or traits.sinks or traits.q_descale or traits.shifts or traits.o_scale,
             starts_as_is=given.cu_seqlens_q.is_contiguous(),
             out=((*given.q.shape[:2], self.shape.v_dim), checked.out_dtype),
             lse=(given.q.shape[:2], torch.float32),
@@ -372,7 +373,9 @@ class PrefillPlan(PrefillSettings):
 
     def refuse_overlap(self, given: Arguments) -> None:
         """Refuses results that lie over each other or an input, and new tokens that lie in the cache."""
-        refuse_shared_memory(given)
+        inputs = inputs_of(given)
+        check_chunk(given, inputs, validate=False)
+        refuse_overlap(given.out, given.lse, inputs)
 
     def _launches(
         self, route: Route, bound: BoundCache, table: BoundTable, turn: BoundRope, given: Arguments,

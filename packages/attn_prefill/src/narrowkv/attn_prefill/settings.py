@@ -187,7 +187,7 @@ class PrefillSettings(Plan):
         if batch > shape.batch or num_tokens > shape.num_tokens:
             raise ValueError(
                 f"plan must be made for {num_tokens} query tokens of {batch} sequences or more, "
-                f"got a plan for {shape.num_tokens} of {shape.batch}: call {self.maker} again"
+                f"got a plan for {shape.num_tokens} of {shape.batch}: call {self.operation.maker} again"
             )
         return replace(
             shape,
@@ -255,20 +255,10 @@ class PrefillSettings(Plan):
         if made != wanted:
             raise ValueError(
                 "plan must be made for a cache of (num_kv_heads, head_dim, v_head_dim, page_size, K, V, "
-                f"their descales, device) {made}, got a plan for {wanted}: call {self.maker} again"
+                f"their descales, device) {made}, got a plan for {wanted}: call {self.operation.maker} again"
             )
         options = read_options(self.target, self.k_format, self.v_format, self.config.fp8)
         return self._caches.keep(cache, bind_cache(cache, self.target, options, stores=self.appends))
-
-    @property
-    def maker(self) -> str:
-        """The function that makes such plans."""
-        return self.operation.maker
-
-    @property
-    def _decodes(self) -> bool:
-        """Whether the plan has one for `paged_decode`, or will have one."""
-        return self.shape.max_q_len == 1 and self.shape.num_tokens == self.shape.batch
 
     def choose(self, shape: PrefillShape) -> PrefillConfig:
         """The configuration that this plan's options give a shape."""
@@ -289,11 +279,10 @@ class PrefillSettings(Plan):
                 formats,
                 q_fp8=q_format.name if q_format.kind == "fp8" else None,
                 scratch_fits=fits,
-                can_decode=(
-                    shape.num_tokens == shape.batch
-                    and shape.max_q_len == 1
-                    and not self.batch_invariant
-                    and (self.scratch_fits is None or self._decodes)
+                can_decode=not self.batch_invariant
+                and all(
+                    each.max_q_len == 1 and each.num_tokens == each.batch
+                    for each in (shape, shape if self.scratch_fits is None else self.shape)
                 ),
                 can_pipeline=self.pipelines and not self.batch_invariant,
                 plain_keys=self._plain_keys(),

@@ -399,17 +399,6 @@ def check_no_overlap(out_name: str, out: torch.Tensor, /, **inputs: object) -> N
             raise ValueError(f"{out_name} must not share memory with {name}, got overlapping tensors")
 
 
-def check_keywords(operation: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises for a keyword that an operation does not have.
-
-    Raises:
-        TypeError: as Python does.
-    """
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{operation}() got an unexpected keyword argument {name!r}")
-
-
 def with_defaults(function: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a call to `function`, with `defaults` for those not given; refuses unknown ones."""
     found = {**defaults, **given}
