@@ -19,10 +19,10 @@ from narrowkv.paged_cache.descales import (
     descale_or_one,
     new_descale,
 )
-from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.key_transform import check_key_transform
 from narrowkv.paged_cache.layouts import (
     LAYOUTS,
+    CacheFormat,
     KVStrides,
     allocate,
     check_head_dims,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from narrowkv.paged_cache.formats import CacheFormat
+from narrowkv.paged_cache.layouts import CacheFormat
 from narrowkv.quant.e8m0 import E8M0_BIAS, e8m0_decode
 from narrowkv.quant.formats import Format, get_format
 from narrowkv.quant.groups import EXPONENT_RULES

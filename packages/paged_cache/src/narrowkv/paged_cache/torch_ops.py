@@ -10,7 +10,7 @@ import torch
 
 from narrowkv.paged_cache.append import append
 from narrowkv.paged_cache.cache import PagedKVCache
-from narrowkv.paged_cache.formats import CacheFormat
+from narrowkv.paged_cache.layouts import CacheFormat
 from narrowkv.paged_cache.rope import Rope
 from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch.tracing import register, traces
