@@ -159,10 +159,8 @@ def prefill_shape(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    if appends:
-        check_dtype("q", q, APPEND_DTYPES)
+    check_dtype("q", q, APPEND_DTYPES if appends else QUERY_DTYPES)
     check_table(page_table, cache, before_append=appends)
-    check_dtype("q", q, QUERY_DTYPES)
     check_shape("q", q, ("tokens", "num_qo_heads", "head_dim"))
     check_last_dim_contiguous("q", q)
     num_tokens, num_qo_heads, head_dim = q.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -38,7 +38,7 @@ from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.binding import BoundCache, ReadOptions, bind_cache, parts_of
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.runtime.launch import Workspace, block_bytes
+from narrowkv.runtime.launch import Workspace
 from narrowkv.runtime.operation import Bounded, ByIdentity, Plan
 from narrowkv.runtime.targets import Target
 
@@ -211,16 +211,14 @@ class PrefillSettings(Plan):
         `shape.num_tokens`, with sequences rounded up to blocks of 64 or 128 keys, besides factors of keys and
         blocks; partial results take at most 8 tiles of rows for each tile that the device runs at once.
         """
-        needed = [
-            block_bytes(list(memory_sizes.blocks.values())) for memory_sizes in self._sizes_of_kernels()
-        ]
+        needed = [memory_sizes.num_bytes for memory_sizes in self._sizes_of_kernels]
         return max([*needed, self.decode.workspace_bytes() if self.decode is not None else 0])
 
     def with_workspace(self, workspace: Workspace | None = None) -> Self:
         """The same plan, and the plan of `paged_decode` with it, in this workspace; see `Plan`."""
         plan = super().with_workspace(workspace)
         assert plan.workspace is not None
-        plan.workspace.counters(max(sizes.num_counters for sizes in self._sizes_of_kernels()))
+        plan.workspace.counters(max(sizes.num_counters for sizes in self._sizes_of_kernels))
         if plan.decode is None:
             return plan
         return replace(plan, decode=replace(plan.decode, workspace=plan.workspace))
@@ -380,6 +378,7 @@ class PrefillSettings(Plan):
         largest = 128 if tuned_as(self.target).is_amd else 64
         return (min(rows * splits, programs * largest), 2 * min(tiles, programs)) if splits > 1 else (0, 0)
 
+    @cached_property
     def _sizes_of_kernels(self) -> list[MemorySizes]:
         """Memory that is large enough for every configuration that a call can have."""
         config = self.config
