@@ -85,7 +85,7 @@ def make_memory(memory_sizes: MemorySizes, workspace: Workspace) -> LaunchMemory
     tensors = dict(zip(blocks, workspace.carve(list(blocks.values())), strict=True))
     if counts:
         counters = workspace.counters(memory_sizes.num_counters)
-        tensors |= zip(counts, counters.split(list(counts.values())), strict=True)
+        tensors |= zip(counts, torch.split(counters, list(counts.values())), strict=True)
     config, descriptors = memory_sizes.config, (None, None)
     if config.tma and "k" in tensors:
         descriptors = (_descriptor(config, tensors["k"]), _descriptor(config, tensors["v"]))
