@@ -11,7 +11,7 @@ import pytest
 import torch
 from generated_code import TARGETS, assert_no_spills, both_targets, compile_case
 
-from narrowkv.attn_prefill.shapes import PrefillConfig
+from narrowkv.attn_prefill.tiles import PrefillConfig
 from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact

@@ -10,7 +10,7 @@ import pytest
 
 from narrowkv.attn_decode import config as decode
 from narrowkv.attn_prefill import config as prefill
-from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.tiles import IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.paged_cache.binding import multiplied_parts
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.targets import TARGETS, Target, get_target, least_columns

@@ -17,7 +17,7 @@ from narrowkv.attn_prefill import (
     prefill_append,
 )
 from narrowkv.attn_prefill.cost import RATES, few_bounds
-from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillConfig
+from narrowkv.attn_prefill.tiles import ANY_LEN, PrefillConfig
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.errors import UnsupportedError

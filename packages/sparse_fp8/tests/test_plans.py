@@ -20,7 +20,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
 )
 from narrowkv.sparse_fp8.options import (
-    KEYWORDS,
+    OPERATIONS,
     LatentArguments,
     LatentOptions,
     SparseArguments,
@@ -211,6 +211,6 @@ def test_a_keyword_of_another_operation_is_refused(operation: Any, keyword: str)
     inputs = _inputs("packed584")
     call, name = (_plan(inputs).run, "run") if operation == "run" else (operation, operation.__name__)
     assert keyword in SparseArguments._fields
-    assert keyword not in KEYWORDS[name]
+    assert keyword not in OPERATIONS[name].keywords
     with pytest.raises(TypeError, match=f"{name}.. got an unexpected keyword argument '{keyword}'"):
         call(inputs.q, inputs.prefix, inputs.extend, **{keyword: 1})

@@ -9,21 +9,19 @@ from typing import ClassVar, NamedTuple, TypedDict
 import torch
 
 from narrowkv.attn_decode.kernels import States, _merge_states_kernel
-from narrowkv.runtime.checks import (
-    OUT_DTYPES,
-    check_device,
-    check_lse,
-    check_out,
-    check_out_dtype,
-    check_sinks,
-    refuse_overlap,
-)
 from narrowkv.runtime.errors import (
+    OUT_DTYPES,
     check_choice,
+    check_device,
     check_dtype,
     check_last_dim_contiguous,
+    check_lse,
     check_no_grad,
+    check_out,
+    check_out_dtype,
     check_shape,
+    check_sinks,
+    refuse_overlap,
 )
 from narrowkv.runtime.launch import Arg, LaunchOptions, PreparedCall, active_target, launch_by_name
 from narrowkv.runtime.launch.tracing import traceable

@@ -38,11 +38,14 @@ from narrowkv.paged_cache.checks import tensors_of
 from narrowkv.quant import get_format
 from narrowkv.quant.device import BITS, widening_exponent
 from narrowkv.runtime import launch
-from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows, refuse_overlap
 from narrowkv.runtime.errors import (
     UnsupportedError,
     check_finite_float,
     check_no_grad,
+    check_results,
+    check_soft_cap,
+    check_windows,
+    refuse_overlap,
 )
 from narrowkv.runtime.launch import (
     BoundLaunch,
@@ -349,7 +352,7 @@ class DecodePlan(Plan):
         check_no_grad(q=q, k=cache.k, v=cache.v)
         out_dtype = check_results(
             q, out, lse, sinks, given.out_dtype, given.out_scale, _inputs(given), head_dim=shape.v_dim,
-            target=self.target,
+            vendor=self.target.vendor,
         )  # fmt: skip
         batch, config = shape.batch, self.config_for(shape.batch)
         attend, merge = self._bound_launches(

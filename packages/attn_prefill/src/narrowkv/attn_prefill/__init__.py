@@ -6,7 +6,7 @@ from narrowkv.attn_prefill.arguments import AppendOptions, PrefillOptions
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.attn_prefill.planning import plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
-from narrowkv.attn_prefill.shapes import PrefillShape
+from narrowkv.attn_prefill.tiles import PrefillShape
 from narrowkv.attn_prefill.torch_ops import traced_prefill  # noqa: F401  # torch.ops.narrowkv.batch_prefill
 
 __all__ = [

@@ -10,12 +10,11 @@ import torch
 
 from narrowkv.attn_decode.checks import QUERY_DTYPES
 from narrowkv.attn_prefill.arguments import Arguments
-from narrowkv.attn_prefill.shapes import PrefillShape
-from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.attn_prefill.tiles import PrefillShape
+from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_new_tokens, check_table, tensors_of
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.paged_cache.layouts import HEAD_DIMS
-from narrowkv.runtime.checks import refuse_overlap
 from narrowkv.runtime.errors import (
     check_descale_tensor,
     check_dtype,
@@ -40,22 +39,17 @@ def inputs_of(given: Arguments) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_chunk(given: Arguments, *, validate: bool | None) -> None:
-    """Refuses new tokens that do not belong to the queries or cannot be stored, and inputs in the cache."""
+def check_chunk(given: Arguments, inputs: dict[str, Any], *, validate: bool | None) -> None:
+    """Refuses new tokens that do not belong to the queries or cannot be stored, and inputs in the cache.
+
+    inputs: what the call reads, as `inputs_of` names it.
+    """
     q, k_new, v_new, cache, rope = given.q, given.k_new, given.v_new, given.cache, given.rope
     if k_new is None or v_new is None:
         return
     # Of the cache's own tensors those of the transform alone are not written.
-    inputs = {name: x for name, x in inputs_of(given).items() if not name.startswith("cache.")}
-    check_new_tokens(
-        cache, k_new, v_new, rope, inputs, dtypes=(q.dtype,), tokens=q.shape[0], validate=validate
-    )
-
-
-def refuse_shared_memory(given: Arguments) -> None:
-    """Names what overlaps, if anything does."""
-    check_chunk(given, validate=False)
-    refuse_overlap(given.out, given.lse, inputs_of(given))
+    read = {name: x for name, x in inputs.items() if not name.startswith("cache.")}
+    check_new_tokens(cache, k_new, v_new, rope, read, dtypes=(q.dtype,), tokens=q.shape[0], validate=validate)
 
 
 def _descales(cache: PagedKVCache) -> Iterator[tuple[str, Any, str]]:
@@ -165,10 +159,8 @@ def prefill_shape(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    if appends:
-        check_dtype("q", q, APPEND_DTYPES)
+    check_dtype("q", q, APPEND_DTYPES if appends else QUERY_DTYPES)
     check_table(page_table, cache, before_append=appends)
-    check_dtype("q", q, QUERY_DTYPES)
     check_shape("q", q, ("tokens", "num_qo_heads", "head_dim"))
     check_last_dim_contiguous("q", q)
     num_tokens, num_qo_heads, head_dim = q.shape
@@ -223,8 +215,6 @@ def check_classes(given: Arguments, *, appends: bool = False) -> None:
         value = getattr(given, name)
         if value is not None or name in needed:
             check_tensor(name, value)
-    if given.rope is not None:
-        check_instance("rope", given.rope, Rope)
 
 
 def check_shape_of_plan(shape: PrefillShape, cache: PagedKVCache, *, appends: bool) -> None:

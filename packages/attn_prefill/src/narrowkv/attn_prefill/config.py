@@ -8,8 +8,12 @@ from typing import Any
 
 from narrowkv.attn_prefill.config_tuned import PrefillChoice, is_tuned, shape_class, with_choice
 from narrowkv.attn_prefill.cost import few_classes, rates_of
-from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, WIDE_HEAD, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
+    ANY_LEN,
+    IN_PAGES,
+    WIDE_HEAD,
+    PrefillConfig,
+    PrefillShape,
     block_m_for,
     dense_config,
     fused_config,

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
-from narrowkv.attn_prefill.shapes import WIDE_HEAD, PrefillConfig, PrefillShape, scratch_block
-from narrowkv.attn_prefill.tiles import partial_programs
+from narrowkv.attn_prefill.tiles import (
+    WIDE_HEAD,
+    PrefillConfig,
+    PrefillShape,
+    partial_programs,
+    scratch_block,
+)
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target, least_columns
 from narrowkv.runtime.tuned import check_fields, size_class

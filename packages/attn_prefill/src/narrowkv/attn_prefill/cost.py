@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillConfig, PrefillShape
-from narrowkv.attn_prefill.tiles import tuned_as
+from narrowkv.attn_prefill.tiles import ANY_LEN, PrefillConfig, PrefillShape, tuned_as
 from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target
@@ -107,12 +106,6 @@ def rates_of(target: Target) -> Rates:
     return RATES.get(target.name, _SM90)
 
 
-def row_bytes(shape: PrefillShape, formats: tuple[str, str]) -> float:
-    """Bytes of K and V of a key and head, without scales."""
-    widths = (shape.head_dim, shape.v_dim)
-    return sum(get_format(name).bits / 8 * width for name, width in zip(formats, widths, strict=True))
-
-
 def estimate(
     target: Target, shape: PrefillShape, formats: tuple[str, str], kernel: str,
     work: tuple[int, int, int], block_m: int = 64,
@@ -126,7 +119,9 @@ def estimate(
     heads = shape.num_kv_heads
     tiles = -(-q_len * shape.gqa_ratio // block_m)
     keys = float(sequences * heads * num_keys)
-    stored = row_bytes(shape, formats)
+    # Bytes of K and V of a key and head, without scales.
+    k_bits, v_bits = (get_format(name).bits for name in formats)
+    stored = k_bits / 8 * shape.head_dim + v_bits / 8 * shape.v_dim
     flops = keys * tiles * block_m * 2 * (shape.head_dim + shape.v_dim)
     if kernel in ("split", "fused"):
         rate = min(rates.split_flops[_widening(target, name)] for name in formats)

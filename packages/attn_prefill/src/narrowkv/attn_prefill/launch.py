@@ -43,15 +43,18 @@ from narrowkv.attn_prefill.memory import (
     power_of_two,
 )
 from narrowkv.attn_prefill.settings import PrefillSettings, per_key
-from narrowkv.attn_prefill.shapes import IN_PAGES, WIDE_HEAD, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
+    IN_PAGES,
+    WIDE_HEAD,
+    PrefillConfig,
+    PrefillShape,
     compute_units_of,
     config_of_call,
     most_work_items,
     tuned_as,
     widen_options,
 )
-from narrowkv.paged_cache import PagedKVCache, Rope
+from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.binding import (
     BoundCache,
     BoundTable,
@@ -60,7 +63,7 @@ from narrowkv.paged_cache.binding import (
     widening_power,
 )
 from narrowkv.paged_cache.kernels.pages import Table
-from narrowkv.paged_cache.rope import rope_constants, rope_pointers
+from narrowkv.paged_cache.rope import BoundRope
 from narrowkv.paged_cache.storing import Store
 from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import Arg, BoundLaunch, KernelLaunch, launch_of, named
@@ -98,9 +101,9 @@ def matrix_of(cache: PagedKVCache, block_n: int) -> Any:
     return known[block_n]
 
 
-def storing_constants(store: Store, exponent: str, rope: Rope | None) -> Storing:
+def storing_constants(store: Store, exponent: str, turn: BoundRope) -> Storing:
     """Constants of how new tokens are rotated and stored in a cache."""
-    found = {**store.plan.constants, **rope_constants(rope), "RULE": exponent}
+    found = {**store.plan.constants, **turn.constants, "RULE": exponent}
     return Storing(**{name: found[name.upper()] for name in Storing._fields})
 
 
@@ -132,11 +135,6 @@ class CallTraits(NamedTuple):
     settle: str
     clean: bool
     o_scale: bool = False
-
-    @property
-    def has_options(self) -> bool:
-        """Whether kernels take a log-sum-exp, sinks, a scale of queries or outputs, or shifts of logits."""
-        return self.lse or self.sinks or self.q_descale or self.shifts or self.o_scale
 
 
 class Route(NamedTuple):
@@ -514,13 +512,13 @@ class _Maker:
 
 def launches_of(
     route: Route, given: Arguments, traits: CallTraits, bound: BoundCache, table: BoundTable,
-    logit_scale: float, soft_cap: float,
+    turn: BoundRope, logit_scale: float, soft_cap: float,
 ) -> list[KernelLaunch]:  # fmt: skip
     """The launches of a route, with an `Arg` for what differs from call to call.
 
     Args:
         route: the kernels.
-        given, traits, bound, table: the call, of which strides are taken.
+        given, traits, bound, table, turn: the call, of which strides are taken.
         logit_scale: of logits in base 2, or natural for a soft cap, without the cache's descales.
         soft_cap: the cap, or 0.
     """
@@ -541,7 +539,7 @@ def launches_of(
     if given.k_new is not None and given.v_new is not None:
         arguments |= {
             "chunk": _chunk(given.q, given.k_new, given.v_new, bound),
-            "rope": named("rope", rope_pointers(given.rope)),
+            "rope": named("rope", turn.pointers),
             "to": None if bound.store is None else Destination(**bound.store.named()),
             "scales": AppendScales(logit_scale, Arg("k_scale"), Arg("out_scale"), soft_cap),
         }  # fmt: skip

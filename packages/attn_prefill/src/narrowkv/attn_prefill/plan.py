@@ -18,7 +18,6 @@ from narrowkv.attn_prefill.checks import (
     check_values,
     inputs_of,
     prefill_shape,
-    refuse_shared_memory,
 )
 from narrowkv.attn_prefill.config import fp8_route
 from narrowkv.attn_prefill.launch import (
@@ -31,14 +30,21 @@ from narrowkv.attn_prefill.launch import (
 )
 from narrowkv.attn_prefill.memory import MemorySizes, allocate
 from narrowkv.attn_prefill.settings import PrefillSettings
-from narrowkv.attn_prefill.shapes import PrefillShape
+from narrowkv.attn_prefill.tiles import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope
 from narrowkv.quant.device import widening_exponent
-from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows
-from narrowkv.runtime.errors import check_finite_float, check_instance, check_no_grad
+from narrowkv.runtime.errors import (
+    check_finite_float,
+    check_instance,
+    check_no_grad,
+    check_results,
+    check_soft_cap,
+    check_windows,
+    refuse_overlap,
+)
 from narrowkv.runtime.launch import (
     BoundLaunch,
     PreparedCall,
@@ -141,8 +147,9 @@ class PrefillPlan(PrefillSettings):
             ...     print(launch.kernel, launch.constexprs, launch.options)
         """
         bound = self.bound_cache(cache)
+        turn = BOUND_ROPES.get(id(rope)) or bind_rope(check_instance("rope", rope, Rope))
         traits = self._traits(
-            bound, cache, rope, ragged=ragged, soft_cap=logits_soft_cap > 0, sinks=sinks, lse=return_lse,
+            bound, cache, turn, ragged=ragged, soft_cap=logits_soft_cap > 0, sinks=sinks, lse=return_lse,
             q_descale=False, window_left=window_left, window_right=window_right, positive=True,
         )  # fmt: skip
         found: dict[int, BoundLaunch] = {}
@@ -174,8 +181,8 @@ class PrefillPlan(PrefillSettings):
         rope, q_descale, sinks, out, lse = given.rope, given.q_descale, given.sinks, given.out, given.lse
         out_scale = given.out_scale
         bound, table = self._caches.get(id(cache)), BOUND_TABLES.get(id(given.page_table))
-        turn = None if rope is None else BOUND_ROPES.get(id(rope))
-        if bound is None or table is None or (rope is not None and turn is None):
+        turn = BOUND_ROPES.get(id(rope))
+        if bound is None or table is None or turn is None:
             bound, table, turn = self._bind_arguments(given)
         running = executor()
         try:
@@ -192,7 +199,7 @@ class PrefillPlan(PrefillSettings):
                 if sinks is None
                 else (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, sinks.requires_grad),
                 None if out_scale is None else metadata_of(out_scale),
-                None if turn is None else (turn.kind, turn.tokens),
+                turn.kind, turn.tokens,
                 None
                 if k_new is None or v_new is None
                 else (
@@ -210,7 +217,7 @@ class PrefillPlan(PrefillSettings):
         if bound.scales or type(q_descale) is not float or out_scale is not None:
             scales = {**bound.scales, "q_descale": q_descale, "out_scale": out_scale}
             check_scales(scales, given.validate)
-        read = table.spans if turn is None else [*table.spans, *turn.spans]
+        read = [*table.spans, *turn.spans]
         o, lse = self.results(call, given, bound.spans, read, bound.store)
         if call.classes:
             rows, shift = q.view(torch.uint8) if call.q_as_bytes else q, None
@@ -219,7 +226,6 @@ class PrefillPlan(PrefillSettings):
                 lost = call.checked.scale if call.checked.traits.shifts else None
                 rows, shift = transform_queries(q, bound.transform, cache.num_kv_heads, lost, rope)
             begins = starts if call.starts_as_is else starts.contiguous()
-            rotated = _NOTHING if turn is None else turn.arguments
             optional = _NOTHING
             if call.has_options:
                 optional = {
@@ -235,7 +241,7 @@ class PrefillPlan(PrefillSettings):
                     rows, o, begins, table.ids, table.row, table.lens, table.num_ids,
                     table.max_pages if bound.num_pages else 0, call.checked.logit_scale * reading.k_factor,
                     reading.v_factor / served.p_scale, k_new, v_new, q, reading.k_factor,
-                    served.sizes, reading.arguments, bound.new_arguments, rotated, optional, own,
+                    served.sizes, reading.arguments, bound.new_arguments, turn.arguments, optional, own,
                 )  # fmt: skip
         elif call.decodes:
             decode = self.decode or decode_plan_for_call(q, cache, given.page_table, False)
@@ -247,24 +253,23 @@ class PrefillPlan(PrefillSettings):
             )  # fmt: skip
         return (o, lse) if given.return_lse and lse is not None else o
 
-    def _bind_arguments(self, given: Arguments) -> tuple[BoundCache, BoundTable, BoundRope | None]:
+    def _bind_arguments(self, given: Arguments) -> tuple[BoundCache, BoundTable, BoundRope]:
         """Cache, page table and rotary embedding as kernel arguments."""
         check_classes(given, appends=self.appends)
+        turn = BOUND_ROPES.get(id(given.rope)) or bind_rope(check_instance("rope", given.rope, Rope))
         bound = self.bound_cache(given.cache)
         table = BOUND_TABLES.get(id(given.page_table)) or bind_table(given.page_table)
-        if given.rope is None:
-            return bound, table, None
-        return bound, table, BOUND_ROPES.get(id(given.rope)) or bind_rope(given.rope)
+        return bound, table, turn
 
     def _checked_call(
-        self, bound: BoundCache, table: BoundTable, turn: BoundRope | None, signature: Any, given: Arguments
+        self, bound: BoundCache, table: BoundTable, turn: BoundRope, signature: Any, given: Arguments
     ) -> PreparedPrefill:
         """Checks the arguments of a call, with `validate` their values too, and prepares its launches once.
 
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what came.
         """
-        checked = self._check(bound, given)
+        checked = self._check(bound, turn, given)
         call: PreparedPrefill | None = self.calls.get(signature)
         prepared = call or self._prepare(bound, table, turn, given, checked)
         if given.validate is None and self.scratch_fits is not None and self.device.type == "cpu":
@@ -272,19 +277,20 @@ class PrefillPlan(PrefillSettings):
             check_bounds(most, given.page_table, given.cu_seqlens_q)
         return self.prepared(signature, prepared, given) if call is None else prepared
 
-    def _check(self, bound: BoundCache, given: Arguments) -> CheckedPrefill:
+    def _check(self, bound: BoundCache, turn: BoundRope, given: Arguments) -> CheckedPrefill:
         """Checks everything but the plan's maxima."""
         if given.batch_invariant and not self.batch_invariant:
             raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
         q, cache, table, starts = given.q, given.cache, given.page_table, given.cu_seqlens_q
         shape = prefill_shape(q, cache, table, starts, appends=self.appends)
-        check_chunk(given, validate=given.validate)
+        inputs = inputs_of(given)
+        check_chunk(given, inputs, validate=given.validate)
         made = (self.shape.num_qo_heads, self.shape.head_dim, self.shape.q_dtype, self.target.name)
         called = (shape.num_qo_heads, shape.head_dim, shape.q_dtype, active_target(q.device).name)
         if made != called:
             raise ValueError(
                 f"plan must be made for (num_qo_heads, head_dim, q's dtype, target) {called}, got a plan for "
-                f"{made}: call {self.maker} again"
+                f"{made}: call {self.operation.maker} again"
             )
         scale = (
             q.shape[2] ** -0.5 if given.sm_scale is None else check_finite_float("sm_scale", given.sm_scale)
@@ -304,7 +310,7 @@ class PrefillPlan(PrefillSettings):
                 most = replace(shape, **bounds)
             check_values(most, cache, table, starts)
         traits = self._traits(
-            bound, cache, given.rope, ragged=table.kind == "ragged", soft_cap=soft_cap > 0,
+            bound, cache, turn, ragged=table.kind == "ragged", soft_cap=soft_cap > 0,
             sinks=given.sinks is not None, lse=given.return_lse or given.lse is not None,
             q_descale=isinstance(given.q_descale, torch.Tensor), window_left=left, window_right=right,
             positive=scale > 0, o_scale=given.out_scale is not None,
@@ -314,13 +320,13 @@ class PrefillPlan(PrefillSettings):
             # Q's bytes are read as K's are, and lose the same power of two.
             logit_scale *= 2.0 ** widening_exponent(self.k_format, fp8_route(self.config.fp8, self.k_format))
         out_dtype = check_results(
-            q, given.out, given.lse, given.sinks, given.out_dtype, given.out_scale, inputs_of(given),
-            head_dim=shape.v_dim, target=self.target,
+            q, given.out, given.lse, given.sinks, given.out_dtype, given.out_scale, inputs,
+            head_dim=shape.v_dim, vendor=self.target.vendor,
         )  # fmt: skip
         return CheckedPrefill(shape, scale, logit_scale, soft_cap, out_dtype, traits)
 
     def _traits(
-        self, bound: BoundCache, cache: PagedKVCache, rope: Rope | None, *, soft_cap: bool, sinks: bool,
+        self, bound: BoundCache, cache: PagedKVCache, turn: BoundRope, *, soft_cap: bool, sinks: bool,
         lse: bool, **options: Any,
     ) -> CallTraits:  # fmt: skip
         """The values that the kernels of a call depend on."""
@@ -331,14 +337,14 @@ class PrefillPlan(PrefillSettings):
             shifts=bound.transform.offset is not None and (soft_cap or sinks or lse),
             storing=None
             if self.exponent is None or bound.store is None
-            else storing_constants(bound.store, self.exponent, rope),
+            else storing_constants(bound.store, self.exponent, turn),
             settle=self.target.store_wait if is_compiled(cache.k) else "",
             clean=cache.negative_zero_free,
             **options,
         )
 
     def _prepare(
-        self, bound: BoundCache, table: BoundTable, turn: BoundRope | None, given: Arguments,
+        self, bound: BoundCache, table: BoundTable, turn: BoundRope, given: Arguments,
         checked: CheckedPrefill,
     ) -> PreparedPrefill:  # fmt: skip
         """The launches of a checked call."""
@@ -358,7 +364,7 @@ class PrefillPlan(PrefillSettings):
             classes=tuple(classes),
             decodes=decodes and shape.num_tokens > 0,
             q_as_bytes=not self.appends and self.config.fp8 not in (None, self.k_format),
-            has_options=traits.has_options,
+            has_options=traits.lse or traits.sinks or traits.q_descale or traits.shifts or traits.o_scale,
             starts_as_is=given.cu_seqlens_q.is_contiguous(),
             out=((*given.q.shape[:2], self.shape.v_dim), checked.out_dtype),
             lse=(given.q.shape[:2], torch.float32),
@@ -367,26 +373,28 @@ class PrefillPlan(PrefillSettings):
 
     def refuse_overlap(self, given: Arguments) -> None:
         """Refuses results that lie over each other or an input, and new tokens that lie in the cache."""
-        refuse_shared_memory(given)
+        inputs = inputs_of(given)
+        check_chunk(given, inputs, validate=False)
+        refuse_overlap(given.out, given.lse, inputs)
 
     def _launches(
-        self, route: Route, bound: BoundCache, table: BoundTable, turn: BoundRope | None, given: Arguments,
+        self, route: Route, bound: BoundCache, table: BoundTable, turn: BoundRope, given: Arguments,
         checked: CheckedPrefill,
     ) -> PreparedCall:  # fmt: skip
         """The launches of calls like this one by this route, whatever their sizes."""
         memory, config, traits = route.memory, route.config, checked.traits
         tensors = (given.q, given.out, given.lse, given.cu_seqlens_q, given.sinks, given.k_new, given.v_new)
         key = (
-            bound.number, table.number, None if turn is None else turn.kind, traits, checked.scale,
+            bound.number, table.number, turn.kind, traits, checked.scale,
             checked.soft_cap, checked.out_dtype, metadata_of(given.q_descale), not table.max_pages,
             *(None if x is None else (type(x), x.dtype, x.stride(), x.device) for x in tensors),
             id(route.fill), id(route.attend), route.in_pages, config.block_m, config.block_n,
-            memory.names if isinstance(memory, MemorySizes) else id(memory),
+            (*memory.blocks, *memory.counters) if isinstance(memory, MemorySizes) else id(memory),
         )  # fmt: skip
         found = self._layouts.get(key)
         if found is not None:
             return found
-        steps = launches_of(route, given, traits, bound, table, checked.logit_scale, checked.soft_cap)
+        steps = launches_of(route, given, traits, bound, table, turn, checked.logit_scale, checked.soft_cap)
         return self._layouts.keep(key, PreparedCall(_VALUES, steps))
 
 

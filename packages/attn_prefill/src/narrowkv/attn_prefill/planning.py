@@ -19,7 +19,7 @@ from narrowkv.attn_prefill.checks import (
 from narrowkv.attn_prefill.memory import key_type
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.attn_prefill.settings import SCRATCH_LIMIT_BYTES, widened_per_key
-from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.tiles import PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.cache import CACHE_KINDS, fp4_scales, kind_of_cache
 from narrowkv.paged_cache.descales import check_exponent

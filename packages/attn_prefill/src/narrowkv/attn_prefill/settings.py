@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,26 +14,44 @@ from narrowkv.attn_prefill.cost import explain_class, few_bounds, most_widened
 from narrowkv.attn_prefill.kernels.widen import VALUE_EXPONENT
 from narrowkv.attn_prefill.memory import (
     FACTORS_OF_BLOCKS,
+    Blocks,
     LaunchMemory,
     MemorySizes,
+    has_v_factors,
+    key_type,
     make_memory,
+    power_of_two,
     scratch_bytes,
+    scratch_rows,
 )
-from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, PrefillConfig, PrefillShape, scratch_block
-from narrowkv.attn_prefill.tiles import split_config
+from narrowkv.attn_prefill.tiles import (
+    IN_PAGES,
+    PrefillConfig,
+    PrefillShape,
+    most_work_items,
+    partial_programs,
+    scratch_block,
+    split_config,
+    tall_configs,
+    tuned_as,
+)
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.binding import BoundCache, ReadOptions, bind_cache, parts_of
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.runtime.launch import Workspace, block_bytes
+from narrowkv.runtime.launch import Workspace
 from narrowkv.runtime.operation import Bounded, ByIdentity, Plan
-from narrowkv.runtime.targets import Target
+from narrowkv.runtime.targets import WARPGROUP_ROWS, Target
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 SCRATCH_LIMIT_BYTES = 4 * 2**30
 _LARGEST_BLOCK = 128  # keys of a block of scratch
+_LEAST_ROWS = 16  # of a tile
+_MOST_SPLITS = 32
+# Two are read; the next counters begin in a cache line of their own, with an address that is aligned.
+_FLAGS = 64
 
 
 def per_key(k_granularity: str, v_granularity: str) -> tuple[bool, bool]:
@@ -154,7 +172,7 @@ class PrefillSettings(Plan):
         fits = self.scratch_fits is not False
         widened = None if not fits or self.config.fp8 else "pipelined" if self.pipelines else "dense"
         return "\n".join(
-            f"{self.target.name}: {_describe(part)}; "
+            f"{self.target.name}: {part.explain()}; "
             f"{explain_class(self.target, self.shape, formats, part, widened)}"
             for part in (*self.config.short_queries, self.config)
         )
@@ -171,7 +189,7 @@ class PrefillSettings(Plan):
         if batch > shape.batch or num_tokens > shape.num_tokens:
             raise ValueError(
                 f"plan must be made for {num_tokens} query tokens of {batch} sequences or more, "
-                f"got a plan for {shape.num_tokens} of {shape.batch}: call {self.maker} again"
+                f"got a plan for {shape.num_tokens} of {shape.batch}: call {self.operation.maker} again"
             )
         return replace(
             shape,
@@ -195,16 +213,14 @@ class PrefillSettings(Plan):
         `shape.num_tokens`, with sequences rounded up to blocks of 64 or 128 keys, besides factors of keys and
         blocks; partial results take at most 8 tiles of rows for each tile that the device runs at once.
         """
-        needed = [
-            block_bytes(list(memory_sizes.blocks.values())) for memory_sizes in self._sizes_of_kernels()
-        ]
+        needed = [memory_sizes.num_bytes for memory_sizes in self._sizes_of_kernels]
         return max([*needed, self.decode.workspace_bytes() if self.decode is not None else 0])
 
     def with_workspace(self, workspace: Workspace | None = None) -> Self:
         """The same plan, and the plan of `paged_decode` with it, in this workspace; see `Plan`."""
         plan = super().with_workspace(workspace)
         assert plan.workspace is not None
-        plan.workspace.counters(max(sizes.num_counters for sizes in self._sizes_of_kernels()))
+        plan.workspace.counters(max(sizes.num_counters for sizes in self._sizes_of_kernels))
         if plan.decode is None:
             return plan
         return replace(plan, decode=replace(plan.decode, workspace=plan.workspace))
@@ -213,7 +229,7 @@ class PrefillSettings(Plan):
         """The memory of calls with this configuration; None where each call allocates its own."""
         if self.workspace is None:
             return None
-        kind = kind_of(replace(config, short_queries=()))
+        kind = replace(config, short_queries=()).kind()
         found = self._memories.get(kind)
         if found is None:
             memory_sizes = self.memory_sizes(self.shape, config, exact=False)
@@ -239,20 +255,10 @@ class PrefillSettings(Plan):
         if made != wanted:
             raise ValueError(
                 "plan must be made for a cache of (num_kv_heads, head_dim, v_head_dim, page_size, K, V, "
-                f"their descales, device) {made}, got a plan for {wanted}: call {self.maker} again"
+                f"their descales, device) {made}, got a plan for {wanted}: call {self.operation.maker} again"
             )
         options = read_options(self.target, self.k_format, self.v_format, self.config.fp8)
         return self._caches.keep(cache, bind_cache(cache, self.target, options, stores=self.appends))
-
-    @property
-    def maker(self) -> str:
-        """The function that makes such plans."""
-        return self.operation.maker
-
-    @property
-    def _decodes(self) -> bool:
-        """Whether the plan has one for `paged_decode`, or will have one."""
-        return self.shape.max_q_len == 1 and self.shape.num_tokens == self.shape.batch
 
     def choose(self, shape: PrefillShape) -> PrefillConfig:
         """The configuration that this plan's options give a shape."""
@@ -273,11 +279,10 @@ class PrefillSettings(Plan):
                 formats,
                 q_fp8=q_format.name if q_format.kind == "fp8" else None,
                 scratch_fits=fits,
-                can_decode=(
-                    shape.num_tokens == shape.batch
-                    and shape.max_q_len == 1
-                    and not self.batch_invariant
-                    and (self.scratch_fits is None or self._decodes)
+                can_decode=not self.batch_invariant
+                and all(
+                    each.max_q_len == 1 and each.num_tokens == each.batch
+                    for each in (shape, shape if self.scratch_fits is None else self.shape)
                 ),
                 can_pipeline=self.pipelines and not self.batch_invariant,
                 plain_keys=self._plain_keys(),
@@ -325,13 +330,60 @@ class PrefillSettings(Plan):
 
     def memory_sizes(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> MemorySizes:
         """Memory of a configuration for calls of this shape, or (not exact) of any shape up to it."""
-        own = self.widened_per_key()
-        return MemorySizes(
-            shape, config, self.target, self.shape.q_dtype, self.k_format, self.v_format, own,
-            self.appends, self.num_splits,
-            shape.sequences_with(config.q_lens[0]) if exact else self.widened_sequences(shape), exact,
-        )  # fmt: skip
+        block, heads, appends = config.scratch_block, shape.num_kv_heads, self.appends
+        v_factors = has_v_factors(self.v_format, appends=appends, k_in_pages=config.k_in_pages)
+        blocks, counters = Blocks(), dict[str, int]()
+        if config.kernel not in IN_PAGES:
+            sequences = shape.sequences_with(config.q_lens[0]) if exact else self.widened_sequences(shape)
+            rows = scratch_rows(shape, block, sequences, appends=appends)
+            factors_of_blocks = (heads, rows // block), torch.float32
+            k_per_key, v_per_key = self.widened_per_key()
+            blocks["k"] = (heads, rows, shape.head_dim), key_type(self.shape.q_dtype, self.k_format)
+            blocks["v"] = (heads, rows, shape.v_dim), torch.float16
+            if k_per_key or config.k_in_pages:
+                blocks["k_factor"] = (heads, rows), torch.float32
+            if v_per_key:
+                blocks["v_factor"] = (heads, rows), torch.float32
+            if appends:
+                blocks["k_block_factor"] = factors_of_blocks
+            if v_factors:
+                blocks["v_block_factor"] = factors_of_blocks
+            tiles = max(shape.row_tiles(config.block_m if exact else _LEAST_ROWS), 1)
+            blocks["schedule"] = (tiles, 8), torch.int32
+        # Only the pipelined kernel looks at them, and puts them back to zero.
+        if config.fallback is not None and v_factors:
+            counters["factor_flag"] = _FLAGS
+        rows, arrivals = self._partials(shape, config, exact)
+        if rows:
+            blocks["acc"] = (rows * power_of_two(shape.v_dim),), torch.float32
+            blocks["ml"] = (rows * 2,), torch.float32
+            counters["arrived"] = arrivals
+        return MemorySizes(shape, config, blocks, counters)
 
+    def _partials(self, shape: PrefillShape, config: PrefillConfig, exact: bool) -> tuple[int, int]:
+        """Rows of partial results, and counters of programs that have arrived; see `memory_sizes`."""
+        heads, block_m, splits = shape.num_kv_heads, config.block_m, config.num_splits
+        if config.kernel == "split":
+            formats, found = (self.k_format, self.v_format), []
+            for each in (config, *tall_configs(self.target, shape, config, formats).values()):
+                rows = WARPGROUP_ROWS if each.is_tall else block_m  # a warpgroup has its own partial results
+                found.append((most_work_items(shape, each) * each.block_m, rows))
+            return heads * max(rows for rows, _ in found), heads * max(rows // each for rows, each in found)
+        # The pipelined kernel counts halves of a tile.
+        if exact:
+            tiles = shape.row_tiles(block_m) * heads
+            return (tiles * splits * block_m, 2 * tiles) if splits > 1 else (0, 0)
+        rows = max(shape.row_tiles(m) * m for m in (16, 32, 64, 128)) * heads
+        tiles = shape.row_tiles(_LEAST_ROWS) * heads
+        if self.num_splits is not None:
+            return (rows * self.num_splits, 2 * tiles) if self.num_splits > 1 else (0, 0)
+        splits = min(-(-shape.max_seq_len // 16) // 4, _MOST_SPLITS)
+        programs = partial_programs(self.target, 2)
+        # Tiles of 128 rows fill a multiprocessor of NVIDIA alone; two share a compute unit of AMD.
+        largest = 128 if tuned_as(self.target).is_amd else 64
+        return (min(rows * splits, programs * largest), 2 * min(tiles, programs)) if splits > 1 else (0, 0)
+
+    @cached_property
     def _sizes_of_kernels(self) -> list[MemorySizes]:
         """Memory that is large enough for every configuration that a call can have."""
         config = self.config
@@ -376,7 +428,7 @@ class PrefillSettings(Plan):
             for num_tokens in tokens:
                 shape = self.shape_of_call(batch, num_tokens)
                 config = self.config_for(shape)
-                kind, call = kind_of(config), (config, shape)
+                kind, call = config.kind(), (config, shape)
                 first.setdefault(kind, call)
                 most[kind] = max(most.get(kind, call), call, key=_tokens_of)
         return [*first.values(), *(call for kind, call in most.items() if call is not first[kind])]
@@ -384,39 +436,6 @@ class PrefillSettings(Plan):
 
 def _tokens_of(call: tuple[PrefillConfig, PrefillShape]) -> int:
     return call[1].kv_tokens + call[1].num_tokens
-
-
-def _describe(c: PrefillConfig) -> str:
-    """A configuration, for people."""
-    warps = f"{c.options.num_warps} warps"
-    if c.fallback is not None:
-        warps = "two warpgroups that attend and a warp that copies"
-    splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
-    if c.kernel == "split":
-        splits = f", all keys of a head shared by {c.num_splits} programs or more"
-    pages = ", K from its pages where they allow it" if c.k_in_pages else ""
-    tall = (
-        "" if c.tall is None else f"; in plain calls tiles of {c.tall.block_m} rows x {c.tall.block_n} keys"
-    )
-    return (
-        f"{c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, {warps}, "
-        f"{c.options.num_stages} stages{splits}{pages}{tall}"
-    )
-
-
-def kind_of(config: PrefillConfig) -> PrefillConfig:
-    """The parts of a configuration that kernels and memory depend on."""
-    fallback = None if config.fallback is None else kind_of(config.fallback)
-    return replace(
-        config,
-        why="",
-        num_splits=config.num_splits if config.kernel == "split" else min(config.num_splits, 2),
-        q_lens=config.q_lens if config.kernel == "split" else (0, ANY_LEN),
-        short_queries=tuple(kind_of(part) for part in config.short_queries),
-        fallback=fallback,
-        ping_pong=None if config.ping_pong is None else kind_of(config.ping_pong),
-        tall=None if config.tall is None else kind_of(config.tall),
-    )
 
 
 def _steps(most: int) -> list[int]:

@@ -13,8 +13,7 @@ from narrowkv.attn_decode import DecodeShape, paged_decode, plan_decode
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.attn_prefill.planning import plan_without_memory
-from narrowkv.attn_prefill.settings import kind_of
-from narrowkv.attn_prefill.shapes import PrefillShape
+from narrowkv.attn_prefill.tiles import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.paged_cache.cache import fp4_scales
 from narrowkv.runtime.errors import check_instance, check_positive_int
@@ -152,7 +151,7 @@ class _ModelCalls:
                 plan_without_memory(PrefillPlan, shape, self._cache, limit=_SCRATCH_BYTES),
                 plan_without_memory(AppendPlan, shape, self._cache, limit=_SCRATCH_BYTES, exponent="mse"),
             )
-            kind = tuple(kind_of(plan.config) for plan in plans)
+            kind = tuple(plan.config.kind() for plan in plans)
             if kind not in seen:
                 seen.add(kind)
                 width = -(-shape.max_seq_len // shape.page_size)

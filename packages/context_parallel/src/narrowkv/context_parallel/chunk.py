@@ -13,9 +13,7 @@ from narrowkv.context_parallel.groups import Group, all_gather, check_layout, gr
 from narrowkv.context_parallel.layout import ShardLayout
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_one_width, tensors_of
-from narrowkv.paged_cache.descales import static_scales
-from narrowkv.runtime.checks import check_results
-from narrowkv.runtime.errors import check_dtype, check_shape
+from narrowkv.runtime.errors import check_dtype, check_results, check_shape
 from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.scales import check_scales
 
@@ -70,11 +68,11 @@ def cp_chunk_attention(
     check_shape("q", q, ("tokens", "own heads", cache.head_dim))
     check_one_width(cache, "cp_chunk_attention")
     # Before any rank waits for another:
-    check_scales(static_scales(cache))
+    check_scales(cache.static_scales())
     read = {"q": q, "k_new": k_new, "v_new": v_new, "cu_seqlens_q": cu_seqlens_q, "sinks": sinks}
     out_dtype = check_results(
         q, out, None, sinks, None, None, {**read, **tensors_of(cache, page_table)}, head_dim=cache.head_dim,
-        target=active_target(q.device),
+        vendor=active_target(q.device).vendor,
     )  # fmt: skip
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
     tokens, heads, head_dim = q.shape

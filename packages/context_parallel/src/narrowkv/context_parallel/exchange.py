@@ -16,8 +16,14 @@ import torch.distributed as dist
 
 from narrowkv.attn_decode.merging import launch_merge
 from narrowkv.context_parallel.groups import Group, all_gather, group_of, padded, reduce_scatter
-from narrowkv.runtime.checks import check_out_dtype, check_sinks
-from narrowkv.runtime.errors import UnsupportedError, check_choice, check_dtype, check_shape
+from narrowkv.runtime.errors import (
+    UnsupportedError,
+    check_choice,
+    check_dtype,
+    check_out_dtype,
+    check_shape,
+    check_sinks,
+)
 
 COMMS = ("a2a", "ag_rs", "symm_mem")
 PARTIAL_DTYPES = (torch.float32, torch.bfloat16)

@@ -26,15 +26,15 @@ from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.binding import bind_cache, bind_table
 from narrowkv.paged_cache.checks import check_one_width, tensors_of
-from narrowkv.paged_cache.descales import static_scales
-from narrowkv.runtime.checks import check_results, refuse_overlap
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
     check_instance,
     check_last_dim_contiguous,
     check_positive_int,
+    check_results,
     check_shape,
+    refuse_overlap,
 )
 from narrowkv.runtime.launch import Workspace
 from narrowkv.runtime.operation import (
@@ -179,7 +179,7 @@ class CPDecodePlan(Plan):
         if call is None:
             refuse_containers(given, PLAIN_VALUES)
             call = self.prepared(signature, self._check(given, table), given)
-        check_scales(static_scales(cache), given.validate)
+        check_scales(cache.static_scales(), given.validate)
         if self.layout.world == 1:
             return self.local[0].call(given)
         spans = bind_cache(cache, self.target, ()).spans
@@ -283,7 +283,7 @@ class CPDecodePlan(Plan):
             )
         dtype = check_results(
             q, given.out, given.lse, given.sinks, given.out_dtype, given.out_scale, _inputs(given),
-            head_dim=shape.head_dim, target=self.target,
+            head_dim=shape.head_dim, vendor=self.target.vendor,
         )  # fmt: skip
         return Prepared(out=(q.shape, dtype), lse=(q.shape[:2], torch.float32), **spans_of_arguments(given))
 

@@ -28,7 +28,6 @@ from narrowkv.paged_cache.checks import (
     tensors_of,
     written_tensors,
 )
-from narrowkv.runtime.checks import check_results, check_soft_cap, check_windows, refuse_overlap
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
@@ -38,9 +37,13 @@ from narrowkv.runtime.errors import (
     check_last_dim_contiguous,
     check_no_grad,
     check_no_overlap,
+    check_results,
     check_same_device,
     check_shape,
+    check_soft_cap,
     check_tensor,
+    check_windows,
+    refuse_overlap,
 )
 from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.operation import Bounded, Operation, Plan, Prepared, signature_of, spans_of_arguments
@@ -247,7 +250,7 @@ class CPPrefillPlan(Plan):
         check_windows(window)
         out_dtype = check_results(
             q, given.out, None, given.sinks, None, None, _read_by(given), head_dim=cache.head_dim,
-            target=self.target,
+            vendor=self.target.vendor,
         )  # fmt: skip
         world, new = shares.layout.world, None
         if shares.layout.owns_pages(given.page_table, cache.page_size):

@@ -3,8 +3,7 @@
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.paged_cache.append import append
 from narrowkv.paged_cache.cache import PagedKVCache
-from narrowkv.paged_cache.formats import CacheFormat
-from narrowkv.paged_cache.layouts import KVStrides
+from narrowkv.paged_cache.layouts import CacheFormat, KVStrides
 from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.paged_cache.pool import CopiesPending, PageCopy, PagePool, PoolExhausted, apply_copies
 from narrowkv.paged_cache.reference import append_reference, apply_rope_reference

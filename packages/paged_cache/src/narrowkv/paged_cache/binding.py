@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
-from narrowkv.paged_cache.descales import CacheSide, static_scales
+from narrowkv.paged_cache.descales import CacheSide
 from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
 from narrowkv.paged_cache.layouts import KVStrides
 from narrowkv.paged_cache.page_table import PageTable
@@ -144,7 +144,7 @@ def bind_cache(
         return known[key]
     readings = {name: _reading(cache, target, each) for name, each in options}
     store = store_of(cache) if stores else None
-    transform = cache.key_transform
+    transform, int64_offsets = cache.key_transform, cache.needs_64_bit_addresses
     static = () if transform is None else (transform.offset, transform.balance)
     sequences = [
         side.descale.shape[0]
@@ -153,7 +153,7 @@ def bind_cache(
     ]
     signature = (
         key, cache.k.device, cache.num_pages, cache.k_strides, cache.v_strides, cache.k_granularity,
-        cache.v_granularity, cache.negative_zero_free, cache.needs_64_bit_addresses, *sequences,
+        cache.v_granularity, cache.negative_zero_free, int64_offsets, *sequences,
         cache.k.requires_grad or cache.v.requires_grad, None if store is None else store.plan,
         None if transform is None else (transform.rotated, *(x is None for x in static)),
         *(_kind_of(reading) for reading in readings.values()),
@@ -163,8 +163,8 @@ def bind_cache(
         new |= {"k_offset": transform.offset, "k_balance": transform.balance}
     known[key] = BoundCache(
         readings, store, new, transform or _NO_TRANSFORM, transform is not None, cache.num_pages,
-        cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static),
-        static_scales(cache), _cache_numbers.setdefault(signature, len(_cache_numbers)),
+        int64_offsets, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static),
+        cache.static_scales(), _cache_numbers.setdefault(signature, len(_cache_numbers)),
     )  # fmt: skip
     return known[key]
 
@@ -188,9 +188,12 @@ def _reading(cache: PagedKVCache, target: Target, options: ReadOptions) -> Readi
             target, name, side, options.computes_in_fp16, as_bytes=options.fp4_as_bytes,
             cdna4=options.fp4_by_cdna4 and has_own_conversion(side, kind, descale, grouped),
         )  # fmt: skip
+        _, _, group = kind.partition("_")
+        factors_of_keys = kind not in ("scalar", "head") and not kind.startswith("e4m3_")
+        aligned = group.isdigit() and scales_are_words(descale)
         pointers.append(side.pointers)
         descales.append(descale)
-        stored.append(stored_as(side, name, route, kind, descale))
+        stored.append(Stored(name, route, side.parts, side.vec, kind, factors_of_keys, aligned))
         factors.append(factor * 2.0 ** (widening_power(name, route, kind) if exponent is None else exponent))
     names = ("k", "v", "k_descale", "v_descale")
     structs = (pointers[0], pointers[1], descales[0], descales[1])
@@ -279,14 +282,6 @@ def has_own_conversion(side: Side, kind: str, descale: Descale, head_dim: int) -
     if scales not in ("e8m0", "e4m3"):
         return False
     return not group or (head_dim // int(group) in (2, 4, 8) and scales_are_words(descale))
-
-
-def stored_as(side: Side, format_name: str, route: str, kind: str, descale: Descale) -> Stored:
-    """Constants of K or V: of the words of `side`, widened by `route`, with this kind of descale."""
-    _, _, group = kind.partition("_")
-    aligned = group.isdigit() and scales_are_words(descale)
-    factors = kind not in ("scalar", "head") and not kind.startswith("e4m3_")
-    return Stored(format_name, route, side.parts, side.vec, kind, factors, aligned)
 
 
 def side_of(stored: torch.Tensor, strides: KVStrides, format_name: str, route: str, parts: int) -> Side:

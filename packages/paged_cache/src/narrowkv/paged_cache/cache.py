@@ -18,12 +18,11 @@ from narrowkv.paged_cache.descales import (
     check_tensor_scale,
     descale_or_one,
     new_descale,
-    side_of,
 )
-from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.key_transform import check_key_transform
 from narrowkv.paged_cache.layouts import (
     LAYOUTS,
+    CacheFormat,
     KVStrides,
     allocate,
     check_head_dims,
@@ -114,7 +113,26 @@ class PagedKVCache:
 
     def sides(self) -> tuple[CacheSide, CacheSide]:
         """K and V, each with its format and descale."""
-        return side_of(self, "k"), side_of(self, "v")
+        return (
+            CacheSide(
+                "k", self.k, self.format.k, self.k_descale, self.k_granularity, self.head_dim,
+                self.k_tensor_scale,
+            ),
+            CacheSide(
+                "v", self.v, self.format.v, self.v_descale, self.v_granularity, self.v_head_dim,
+                self.v_tensor_scale,
+            ),
+        )  # fmt: skip
+
+    def static_scales(self) -> dict[str, torch.Tensor]:
+        """The scale tensors that are no data of pages, by name; see `narrowkv.runtime.scales`."""
+        found = {}
+        for side in self.sides():
+            if isinstance(side.descale, torch.Tensor) and side.granularity not in PER_PAGE_GRANULARITIES:
+                found[f"{side.name}_descale"] = side.descale
+        if self.key_transform is not None and self.key_transform.balance is not None:
+            found["key_transform.balance"] = self.key_transform.balance
+        return found
 
     @classmethod
     def empty(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
-from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, check_exponent, static_scales
+from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, check_exponent
 from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.options import StoreArguments
 from narrowkv.paged_cache.page_table import PageTable
@@ -229,7 +229,7 @@ def check_append(given: StoreArguments) -> None:
             raise ValueError(f"k_offset must be contiguous, got strides {k_offset.stride()}")
     if given.validate and has_memory(slots):
         _check_slots(slots, cache.num_pages * cache.page_size)
-    check_scales(static_scales(cache), given.validate)
+    check_scales(cache.static_scales(), given.validate)
 
 
 def _check_queries(given: StoreArguments, q: torch.Tensor) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from narrowkv.paged_cache.formats import CacheFormat
+from narrowkv.paged_cache.layouts import CacheFormat
 from narrowkv.quant.e8m0 import E8M0_BIAS, e8m0_decode
 from narrowkv.quant.formats import Format, get_format
 from narrowkv.quant.groups import EXPONENT_RULES
@@ -84,27 +84,6 @@ class CacheSide(NamedTuple):
         if self.group:
             return descale.repeat_interleave(self.group, -1)
         return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
-
-
-def static_scales(cache: Any) -> dict[str, torch.Tensor]:
-    """The scale tensors of a `PagedKVCache` that are no data of its pages, by name; see `runtime.scales`."""
-    found = {}
-    for name, kind in (("k_descale", cache.k_granularity), ("v_descale", cache.v_granularity)):
-        value = getattr(cache, name)
-        if isinstance(value, torch.Tensor) and kind not in PER_PAGE_GRANULARITIES:
-            found[name] = value
-    if cache.key_transform is not None and cache.key_transform.balance is not None:
-        found["key_transform.balance"] = cache.key_transform.balance
-    return found
-
-
-def side_of(cache: Any, name: str) -> CacheSide:
-    """K or V of a `PagedKVCache`."""
-    stored, descale, kind, number = (
-        getattr(cache, name + rest) for rest in ("", "_descale", "_granularity", "_tensor_scale")
-    )
-    head_dim = cache.head_dim if name == "k" else cache.v_head_dim
-    return CacheSide(name, stored, getattr(cache.format, name), descale, kind, head_dim, number)
 
 
 def check_fp4_scales(scale_group: int | None, scale_format: str, format: CacheFormat, head_dim: int) -> None:

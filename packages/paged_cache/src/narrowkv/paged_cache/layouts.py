@@ -1,4 +1,4 @@
-"""Cache layouts: where an element lies, the shapes of storage, and the logical view of each."""
+"""Formats and layouts of caches: where an element lies, shapes of storage, the logical view of each."""
 
 from __future__ import annotations
 
@@ -6,15 +6,45 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.quant.formats import Format, get_format
-from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.errors import UnsupportedError, check_choice
 
+_CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", "int8", "int4")
 LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised")
 # Head dimensions that attention kernels support.
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 320, 512)
 # Those of decode: K of 576 channels, as latent attention has them, beside a V of fewer.
 DECODE_HEAD_DIMS = (*HEAD_DIMS, 576)
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """Storage formats of K and V, which may differ.
+
+    Example:
+        >>> str(CacheFormat.parse("fp8_e4m3fn"))
+        'fp8_e4m3fn'
+        >>> str(CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1"))
+        'k=fp8_e4m3fn,v=fp4_e2m1'
+    """
+
+    k: str
+    v: str
+
+    @classmethod
+    def parse(cls, value: str | CacheFormat) -> CacheFormat:
+        """One name for both, or a pair.
+
+        Raises:
+            ValueError: for a format that a cache cannot have.
+        """
+        parsed = value if isinstance(value, CacheFormat) else cls(value, value)
+        check_choice("format.k", parsed.k, _CACHE_FORMATS)
+        check_choice("format.v", parsed.v, _CACHE_FORMATS)
+        return parsed
+
+    def __str__(self) -> str:
+        return self.k if self.k == self.v else f"k={self.k},v={self.v}"
 
 
 def check_head_dim(head_dim: int) -> None:

@@ -52,41 +52,6 @@ class Rope:
         return {"rope.cos": self.cos, "rope.sin": self.sin, "rope.positions": self.positions}
 
 
-class BoundRope(NamedTuple):
-    """A rotary embedding as a kernel argument.
-
-    Attributes:
-        kind: the same for all whose tensors have the same metadata, but for the number of tokens.
-        tokens: how many there are.
-        tensors: cos, sin and positions; spans: addresses that they take.
-        arguments: the tensors as values of a call, by name.
-    """
-
-    kind: int
-    tokens: int
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    spans: list[tuple[int, int]]
-    arguments: dict[str, torch.Tensor]
-
-
-BOUND_ROPES: ByIdentity[BoundRope] = ByIdentity()
-_kinds: dict[Any, int] = {}
-
-
-def bind_rope(rope: Rope) -> BoundRope:
-    """The rotary embedding as a kernel argument; `BOUND_ROPES` has it from then on."""
-    positions = rope.positions
-    kind = (
-        rope.style, metadata_of(rope.cos), metadata_of(rope.sin), type(positions), positions.dtype,
-        positions.stride(), positions.device,
-    )  # fmt: skip
-    bound = BoundRope(
-        _kinds.setdefault(kind, len(_kinds)), positions.shape[0], (rope.cos, rope.sin, positions),
-        spans_of(rope.cos, rope.sin, positions), named_values("rope", rope_pointers(rope)),
-    )  # fmt: skip
-    return BOUND_ROPES.keep(rope, bound)
-
-
 def check_rope(rope: Rope, head_dim: int, k_new: torch.Tensor, *, name: str = "k_new") -> None:
     """Refuses tables and positions that do not go with each other or with the new keys, called `name`."""
     check_instance("rope", rope, Rope)
@@ -111,13 +76,10 @@ def check_rope(rope: Rope, head_dim: int, k_new: torch.Tensor, *, name: str = "k
         raise ValueError("rope.cos must have at least one position, got 0")
 
 
-_NO_ROPE = RopePointers(None, None, None, 0, 0, 0)
-
-
 def rope_pointers(rope: Rope | None) -> RopePointers:
     """The tables of a rotary embedding as a kernel argument."""
     if rope is None:
-        return _NO_ROPE
+        return RopePointers(None, None, None, 0, 0, 0)
     cos, positions = rope.cos, rope.positions
     return RopePointers(cos, rope.sin, positions, cos.stride(0), positions.stride(0), cos.shape[0])
 
@@ -128,3 +90,41 @@ def rope_constants(rope: Rope | None) -> dict[str, Any]:
         "ROTARY_DIM": 0 if rope is None else rope.rotary_dim,
         "INTERLEAVED": rope is not None and rope.style == "gptj",
     }
+
+
+class BoundRope(NamedTuple):
+    """A rotary embedding, or none, as a kernel argument.
+
+    Attributes:
+        kind: the same for all whose tensors have the same metadata, but for the number of tokens.
+        tokens: how many there are.
+        pointers, constants: as `rope_pointers` and `rope_constants` give them.
+        spans: addresses that the tensors take.
+        arguments: the tensors as values of a call, by name.
+    """
+
+    kind: int
+    tokens: int
+    pointers: RopePointers
+    constants: dict[str, Any]
+    spans: list[tuple[int, int]]
+    arguments: dict[str, torch.Tensor]
+
+
+BOUND_ROPES: ByIdentity[BoundRope] = ByIdentity()
+BOUND_ROPES[id(None)] = BoundRope(-1, 0, rope_pointers(None), rope_constants(None), [], {})
+_kinds: dict[Any, int] = {}
+
+
+def bind_rope(rope: Rope) -> BoundRope:
+    """The rotary embedding as a kernel argument; `BOUND_ROPES` has it from then on, and has that of None."""
+    positions, pointers = rope.positions, rope_pointers(rope)
+    kind = (
+        rope.style, metadata_of(rope.cos), metadata_of(rope.sin), type(positions), positions.dtype,
+        positions.stride(), positions.device,
+    )  # fmt: skip
+    bound = BoundRope(
+        _kinds.setdefault(kind, len(_kinds)), positions.shape[0], pointers, rope_constants(rope),
+        spans_of(rope.cos, rope.sin, positions), named_values("rope", pointers),
+    )  # fmt: skip
+    return BOUND_ROPES.keep(rope, bound)

@@ -11,7 +11,7 @@ import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.checks import check_append, check_stores, rows_meet, written_tensors
-from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, CacheSide, static_scales
+from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, CacheSide
 from narrowkv.paged_cache.kernels.append import (
     QUERY_HEADS,
     DescalePointers,
@@ -21,14 +21,7 @@ from narrowkv.paged_cache.kernels.append import (
 )
 from narrowkv.paged_cache.kernels.pages import KVPointers
 from narrowkv.paged_cache.options import APPEND, StoreArguments
-from narrowkv.paged_cache.rope import (
-    BOUND_ROPES,
-    BoundRope,
-    Rope,
-    bind_rope,
-    rope_constants,
-    rope_pointers,
-)
+from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, Rope, bind_rope
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import byte_span, check_instance, has_memory
@@ -46,7 +39,6 @@ from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.targets import device_target
 
 _OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
-_NOTHING: dict[str, Any] = {}
 # Of a call, in the order in which its launch takes them.
 _VALUES = (
     "k_new_ptr", "v_new_ptr", "q_ptr", "slots", "slot_step", "tokens", "num_slots", "k_balance", "k_offset",
@@ -101,16 +93,16 @@ class StorePlan(Plan):
         number of tokens alone share a launch.
         """
         cache, k_new, v_new, slots, rope, k_offset, q, exponent, validate = given
-        store, turn = STORES[id(cache)], None if rope is None else BOUND_ROPES.get(id(rope))
+        store, turn = STORES[id(cache)], BOUND_ROPES.get(id(rope))
         try:
-            if rope is not None and turn is None:
+            if turn is None:
                 turn = bind_rope(check_instance("rope", rope, Rope))
             signature = (
                 exponent,
                 type(k_new), k_new.shape, k_new.stride(), k_new.dtype, k_new.device, k_new.requires_grad,
                 type(v_new), v_new.shape, v_new.stride(), v_new.dtype, v_new.device, v_new.requires_grad,
                 type(slots), slots.shape, slots.stride(), slots.dtype, slots.device,
-                None if turn is None else (turn.kind, turn.tokens),
+                turn.kind, turn.tokens,
                 None if k_offset is None else metadata_of(k_offset),
                 None
                 if q is None
@@ -137,23 +129,23 @@ class StorePlan(Plan):
         call.launches.run(
             k_new, v_new, q, slots, slots.stride(0), k_new.shape[0], store.num_slots, store.k_balance,
             store.k_offset if k_offset is None else k_offset,
-            store.arguments, _NOTHING if turn is None else turn.arguments,
+            store.arguments, turn.arguments,
         )  # fmt: skip
 
-    def _prepare(self, store: Store, turn: BoundRope | None, given: StoreArguments) -> PreparedStore:
+    def _prepare(self, store: Store, turn: BoundRope, given: StoreArguments) -> PreparedStore:
         """The launch of a checked call, which calls with other numbers of tokens share."""
-        k_new, v_new, q, rope, k_offset = given.k_new, given.v_new, given.q, given.rope, given.k_offset
+        k_new, v_new, q, k_offset = given.k_new, given.v_new, given.q, given.k_offset
         tensors = (k_new, v_new, given.slot_mapping, q, k_offset)
         key = (
-            given.exponent, None if turn is None else turn.kind,
+            given.exponent, turn.kind,
             *(None if x is None else (type(x), x.dtype, x.shape[1:], x.stride()) for x in tensors),
         )  # fmt: skip
         launches = self._layouts.get(key)
         if launches is None:
-            constants = {**self.constants, **rope_constants(rope), "RULE": given.exponent}
+            constants = {**self.constants, **turn.constants, "RULE": given.exponent}
             offset = store.k_offset if k_offset is None else k_offset
             structs: dict[str, Any] = {
-                "k_new": new_tokens(k_new), "v_new": new_tokens(v_new), "rope": rope_pointers(rope),
+                "k_new": new_tokens(k_new), "v_new": new_tokens(v_new), "rope": turn.pointers,
                 "q": Queries(None, 0, 0, 0, 0),
             }  # fmt: skip
             programs = self.num_kv_heads
@@ -263,7 +255,7 @@ def _make_store(cache: PagedKVCache) -> Store:
     k, v, k_descale, v_descale = pointers
     return Store(
         plan, k, v, k_descale, v_descale, cache.num_pages * cache.page_size, arguments, transform.offset,
-        transform.balance, spans, hull, static_scales(cache),
+        transform.balance, spans, hull, cache.static_scales(),
     )  # fmt: skip
 
 

@@ -10,8 +10,7 @@ import torch
 
 from narrowkv.paged_cache.append import append
 from narrowkv.paged_cache.cache import PagedKVCache
-from narrowkv.paged_cache.descales import static_scales
-from narrowkv.paged_cache.formats import CacheFormat
+from narrowkv.paged_cache.layouts import CacheFormat
 from narrowkv.paged_cache.rope import Rope
 from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch.tracing import register, traces
@@ -118,7 +117,7 @@ def rope_from(tensors: Sequence[torch.Tensor | None], options: dict[str, Any]) -
 def _append(*tensors: Any) -> None:
     *cached, k_new, v_new, slot_mapping, cos, sin, positions, k_offset, q, given = tensors
     cache, rope = cache_from(tuple(cached), given), rope_from((cos, sin, positions), given)
-    not_written(static_scales(cache))
+    not_written(cache.static_scales())
     append(cache, k_new, v_new, slot_mapping, rope=rope, k_offset=k_offset, q=q, **given)
 
 

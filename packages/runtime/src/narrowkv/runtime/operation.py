@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from narrowkv.runtime import errors
 from narrowkv.runtime.errors import check_instance, span_bytes
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import BoundLaunch, executor
@@ -153,7 +152,9 @@ class Operation:
         Raises:
             TypeError: as Python does.
         """
-        errors.check_keywords(self.name, given, self.keywords)
+        for name in given:
+            if name not in self.keywords:
+                raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}")
 
 
 def refuse_containers(given: Any, values: slice) -> None:

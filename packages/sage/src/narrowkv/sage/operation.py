@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from narrowkv.runtime.checks import check_device, check_lse, refuse_overlap
 from narrowkv.runtime.errors import (
+    check_device,
     check_dtype,
     check_index_vector,
     check_instance,
     check_last_dim_contiguous,
+    check_lse,
     check_no_grad,
     check_no_overlap,
     check_shape,
     contiguous_vector,
+    refuse_overlap,
 )
 from narrowkv.runtime.launch import Arg, BoundLaunch, PreparedCall
 from narrowkv.runtime.launch.workspace import Block

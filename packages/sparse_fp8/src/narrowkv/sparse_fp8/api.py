@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from narrowkv.runtime.errors import check_keywords
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.sparse_fp8.config import check_splits
 from narrowkv.sparse_fp8.operation import Result, SparsePlan
-from narrowkv.sparse_fp8.options import KEYWORDS, SparseArguments
+from narrowkv.sparse_fp8.options import OPERATIONS, SparseArguments
 from narrowkv.sparse_fp8.planner import choose_mode, known_plan, plan_for, remember
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
@@ -153,8 +152,8 @@ def _attend(
     extend: KVSource | None, options: Any,
 ) -> Result:  # fmt: skip
     """A call of the operation, by the plan of calls like it if it has none."""
-    if not options.keys() <= KEYWORDS[operation]:
-        check_keywords(operation, options, KEYWORDS[operation])
+    if not options.keys() <= OPERATIONS[operation].keywords:
+        OPERATIONS[operation].check_keywords(options)
     given = SparseArguments(q, prefix, extend, **options)
     if plan is None:
         key, plan = known_plan(operation, given)

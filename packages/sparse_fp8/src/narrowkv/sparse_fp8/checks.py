@@ -7,13 +7,16 @@ from functools import cached_property
 
 import torch
 
-from narrowkv.runtime.checks import OUT_DTYPES, check_lse, check_out, check_sinks
 from narrowkv.runtime.errors import (
+    OUT_DTYPES,
     check_dtype,
     check_last_dim_contiguous,
+    check_lse,
     check_no_grad,
+    check_out,
     check_same_device,
     check_shape,
+    check_sinks,
 )
 from narrowkv.runtime.operation import Plan
 from narrowkv.sparse_fp8.binding import RowsFormat

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from narrowkv.runtime.checks import refuse_overlap
-from narrowkv.runtime.errors import check_keywords, span_bytes
+from narrowkv.runtime.errors import refuse_overlap, span_bytes
 from narrowkv.runtime.launch import Arg, BoundLaunch, Part, named_values
 from narrowkv.runtime.launch.workspace import Block
 from narrowkv.runtime.operation import Prepared, metadata_of
@@ -34,7 +33,7 @@ from narrowkv.sparse_fp8.launches import (
     prepare,
 )
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
-from narrowkv.sparse_fp8.options import KEYWORDS, SparseArguments
+from narrowkv.sparse_fp8.options import OPERATIONS, SparseArguments
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import Source
 
@@ -153,8 +152,8 @@ class SparsePlan(SparseSettings):
         Raises:
             TypeError, ValueError: arguments that the plan is not for, naming the argument.
         """
-        if not options.keys() <= KEYWORDS["run"]:
-            check_keywords("run", options, KEYWORDS["run"])
+        if not options.keys() <= OPERATIONS["run"].keywords:
+            OPERATIONS["run"].check_keywords(options)
         return self.call(SparseArguments(q, prefix, extend, **options))
 
     def call(self, given: SparseArguments) -> Result:

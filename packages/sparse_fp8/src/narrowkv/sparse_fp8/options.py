@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from narrowkv.paged_cache import PageTable, Rope
+from narrowkv.runtime.operation import Operation
 from narrowkv.sparse_fp8.rows import DSV4Rows
 
 
@@ -109,12 +110,13 @@ class SparseArguments(NamedTuple):
 
 
 PLAIN_VALUES = slice(SparseArguments._fields.index("sm_scale"), None)
-KEYWORDS = {
-    "run": frozenset(SparseRunOptions.__annotations__),
-    "sparse_prefill": frozenset(SparseOptions.__annotations__),
-    "sparse_prefill_fp8": frozenset(SparseFp8Options.__annotations__),
-    "sparse_decode": frozenset(SparseDecodeOptions.__annotations__),
-}
+OPERATIONS = {
+    name: Operation(name, options, SparseArguments)
+    for name, options in (
+        ("run", SparseRunOptions), ("sparse_prefill", SparseOptions),
+        ("sparse_prefill_fp8", SparseFp8Options), ("sparse_decode", SparseDecodeOptions),
+    )
+}  # fmt: skip
 
 
 class LatentOptions(TypedDict, total=False):

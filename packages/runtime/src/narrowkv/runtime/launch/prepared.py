@@ -139,18 +139,24 @@ def launch_by_name(bound: BoundLaunch, grid: tuple[Any, ...], **arguments: Any) 
     Raises:
         TypeError: arguments that are not exactly the kernel's.
     """
-    names = [name for name in bound.kernel.arg_names if name not in bound.constexprs]
-    if set(names) != set(arguments):
+    launch = launch_of(bound, grid, arguments)
+    if len(launch.args) != len(arguments):
+        names = [name for name in bound.kernel.arg_names if name not in bound.constexprs]
         raise TypeError(f"{bound.kernel.__name__} takes {names}, got {list(arguments)}")
-    x, y, z = (*grid, 1, 1)[:3]
-    return KernelLaunch(bound, (x, y, z), tuple(arguments[name] for name in names))
+    return launch
 
 
 def launch_of(bound: BoundLaunch, grid: tuple[Any, ...], arguments: Mapping[str, Any]) -> KernelLaunch:
-    """`launch_by_name`, with the kernel's arguments taken from a dictionary that several kernels share."""
-    return launch_by_name(
-        bound, grid, **{name: arguments[name] for name in bound.kernel.arg_names if name in arguments}
-    )
+    """`launch_by_name`, with the kernel's arguments taken from a dictionary that several kernels share.
+
+    Raises:
+        TypeError: the dictionary lacks one.
+    """
+    names = [name for name in bound.kernel.arg_names if name not in bound.constexprs]
+    if not arguments.keys() >= set(names):
+        raise TypeError(f"{bound.kernel.__name__} takes {names}, got {list(arguments)}")
+    x, y, z = (*grid, 1, 1)[:3]
+    return KernelLaunch(bound, (x, y, z), tuple(arguments[name] for name in names))
 
 
 class PreparedCall:

@@ -18,6 +18,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from narrowkv.runtime.errors import wide_dtype
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -82,11 +84,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() == 1 and tensor.is_floating_point():
         return tensor.view(torch.uint8)
     return tensor
-
-
-def wide_dtype(q: torch.Tensor) -> torch.dtype:
-    """The dtype of a new output: a query's own, or bf16 for FP8 queries, also where they are bytes."""
-    return q.dtype if q.dtype.itemsize == 2 else torch.bfloat16
 
 
 Tensors = Sequence[torch.Tensor | None]

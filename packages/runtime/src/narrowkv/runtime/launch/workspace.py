@@ -20,11 +20,7 @@ Block = tuple[Sequence[int], torch.dtype]
 
 def block_bytes(blocks: Sequence[Block]) -> int:
     """Bytes that blocks of these shapes and dtypes take, each aligned to 256 bytes."""
-    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in blocks)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return sum(-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in blocks)
 
 
 class Workspace:
@@ -45,7 +41,7 @@ class Workspace:
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:
         self.num_bytes = check_positive_int("num_bytes", num_bytes) if num_bytes else 0
-        self._buffer = torch.empty(_aligned(self.num_bytes), dtype=torch.uint8, device=device)
+        self._buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         self._counters = torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
         self.device = self._buffer.device
 
@@ -62,7 +58,7 @@ class Workspace:
         for shape, dtype in blocks:
             size = math.prod(shape) * dtype.itemsize
             views.append(self._buffer[begin : begin + size].view(dtype).view(*shape))
-            begin += _aligned(size)
+            begin += block_bytes([(shape, dtype)])
         return tuple(views)
 
     def counters(self, count: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.descales import GRANULARITIES
-from narrowkv.paged_cache.formats import CacheFormat
+from narrowkv.paged_cache.layouts import CacheFormat
 from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.paged_cache.rope import Rope
 from narrowkv.quant.e4m3 import E4M3_NAN

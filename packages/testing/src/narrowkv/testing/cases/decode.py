@@ -17,8 +17,8 @@ from narrowkv.attn_decode.planning import plan_decode, plan_for_call
 from narrowkv.attn_decode.reference import paged_decode_reference
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, pack_tree_mask
 from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import wide_dtype
 from narrowkv.runtime.launch import compile_for
-from narrowkv.runtime.launch.tracing import wide_dtype
 from narrowkv.testing.cases import Inputs, each_alone, named, word_of
 from narrowkv.testing.cases.cache import DESCALES, LAYOUTS, CacheCase, fields_of_contract
 from narrowkv.testing.operation import BOUND_16_BIT_QUERY, Cases, Contract, Shape

@@ -17,7 +17,7 @@ from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.attn_prefill.planning import plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, append
-from narrowkv.runtime.launch.tracing import wide_dtype
+from narrowkv.runtime.errors import wide_dtype
 from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing.cases import CaseError, Inputs, decode, each_alone, named, unknown, word_of
 from narrowkv.testing.cases import cache as cases
