@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.runtime.attention.masks import key_range, visible_keys
+from narrowkv.runtime.attention.masks import SeenKeys, key_range, seen_keys, visible_range
 from narrowkv.runtime.attention.xcds import program_on_its_xcd
 from narrowkv.sage.kernels.blocks import entry_of, places_of, row_of
 from narrowkv.sage.kernels.quantise import SIZES, codes_of, group_descales, load_tokens
@@ -239,12 +239,13 @@ def load_values(keys, v_desc, kv_head, first, CALL: tl.constexpr):
 @triton.jit
 def attend(
     tile, upcoming, words, v, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base, mean_scores,
-    query_pos, num_keys, CALL: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ORDER: tl.constexpr,
+    rows, CALL: tl.constexpr, GROUPS: tl.constexpr, ORDER: tl.constexpr,
     MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the new accumulator, maximum and sum of each row, and K and V of tile `upcoming`.
 
     words, v: with AHEAD K and V of this tile; else unused, and returned unchanged.
+    rows: the keys that each row attends to, `SeenKeys`.
     """
     first = base + tile * CALL.BLOCK_N
     n = tile * CALL.BLOCK_N + tl.arange(0, CALL.BLOCK_N)
@@ -269,9 +270,7 @@ def attend(
             shared = tl.load(mean_scores + first + tl.arange(0, CALL.BLOCK_N))
             s += by_groups(shared[None, :], GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
         if MASKED:
-            # Rows may stand past the last key here.
-            keep = visible_keys(n, query_pos, 0, num_keys, False, MASK.LEFT, MASK.RIGHT)
-            keep = keep & (n < num_keys)[None, :]
+            keep = seen_keys(n, rows)
             s = tl.where(by_groups(keep, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN), s, float("-inf"))
         top = over_groups(row_maximum(s))
     else:
@@ -306,8 +305,8 @@ def attend(
 @triton.jit
 def attend_to_tiles(
     begin, end, full, full_end, current, upcoming, tiles_ptr, query, head, first_row, q,
-    acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base, mean_scores, query_pos, num_keys,
-    CALL: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ORDER: tl.constexpr,
+    acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base, mean_scores, rows,
+    CALL: tl.constexpr, GROUPS: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Accumulator, maximum and sum of each row over key tiles begin..end; full..full_end need no mask.
 
@@ -329,7 +328,7 @@ def attend_to_tiles(
             current, upcoming = upcoming, entry_of(tiles_ptr, i + 2, full, full_end)
         acc, m, l, words, v = attend(
             this, following, words, v, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base,
-            mean_scores, query_pos, num_keys, CALL, GROUPS, MASK, ORDER, False, CALL.AHEAD,
+            mean_scores, rows, CALL, GROUPS, ORDER, False, CALL.AHEAD,
         )  # fmt: skip
     if CALL.REREAD_Q:
         # The modifier also keeps compilers from making one load of the two.
@@ -341,7 +340,7 @@ def attend_to_tiles(
             this = tl.load(tiles_ptr + this)
         acc, m, l, _words, _v = attend(
             this, 0, 0, 0, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base,
-            mean_scores, query_pos, num_keys, CALL, GROUPS, MASK, ORDER, True, False,
+            mean_scores, rows, CALL, GROUPS, ORDER, True, False,
         )  # fmt: skip
     return acc, m, l
 
@@ -402,6 +401,9 @@ def _sage_attention_kernel(
 
     offset = num_keys - num_queries if MASK.BOTTOM_RIGHT else num_keys * 0
     query_pos = offset + first_row + tl.arange(0, CALL.BLOCK_M)
+    low, high = visible_range(query_pos, 0, num_keys, False, MASK.LEFT, MASK.RIGHT)
+    # Rows may stand past the last key here.
+    rows = SeenKeys(low if MASK.LEFT >= 0 else None, tl.minimum(high, num_keys - 1), None, None)
     last_row = tl.minimum(first_row + CALL.BLOCK_M, num_queries) - 1
     begin, end, full, full_end = key_range(
         offset + first_row, offset + last_row, num_keys * 0, num_keys, MASK.LEFT, MASK.RIGHT, CALL.BLOCK_N
@@ -426,15 +428,15 @@ def _sage_attention_kernel(
         for _ in range(once):
             acc, m, l = attend_to_tiles(
                 begin, end, full, full_end, current, upcoming, tiles_ptr, query, head, q_base + first_row, q,
-                acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base, mean_scores, query_pos, num_keys,
-                CALL, K_GROUPS, MASK, ORDER,
+                acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base, mean_scores, rows,
+                CALL, K_GROUPS, ORDER,
             )  # fmt: skip
             q = unless_zero(once, q)
     else:
         acc, m, l = attend_to_tiles(
             begin, end, full, full_end, current, upcoming, tiles_ptr, query, head, q_base + first_row, q,
-            acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base, mean_scores, query_pos, num_keys,
-            CALL, K_GROUPS, MASK, ORDER,
+            acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base, mean_scores, rows,
+            CALL, K_GROUPS, ORDER,
         )  # fmt: skip
 
     # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.
