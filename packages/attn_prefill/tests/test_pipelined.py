@@ -167,7 +167,7 @@ def test_a_launch_after_one_with_values_out_of_the_ordinary(head_dim, options, i
         out = torch.full(inputs.q.shape, math.nan, dtype=inputs.q.dtype, device="cuda")
         assert_agrees(inputs.run(plan, out=out, return_lse=True), inputs.reference())
         # As the next launch expects them.
-        assert _scratch(plan)["factor_flag"].tolist() == [0, 0]
+        assert not _scratch(plan)["factor_flag"].any()
 
 
 # Attention begins before the launch that widens has ended, and must not read what the call before left.
