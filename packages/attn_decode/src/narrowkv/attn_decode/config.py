@@ -418,8 +418,8 @@ def _xcd_items(target: Target, shape: DecodeShape, row_blocks: int, formats: tup
     tools/xcd_figures.py`), two blocks: bf16 1.06 and 1.07 times as fast (gfx942, gfx950), FP8 0.97 and 0.99.
     Blocks of multiples of `xcds` KV heads are on one XCD in any order.
 
-    Heads share the lines of rows that do not fill one, as of FP4: 4 sequences of 1024
-    keys in pages of one token, gfx942 9.4 and 7.0 us, gfx950 6.0 and 5.1.
+    Heads share the cache lines of rows that do not fill one, as of FP4: 4 sequences of 1024 keys in pages of
+    one token, gfx942 9.4 and 7.0 us, gfx950 6.0 and 5.1.
     """
     wide = any(get_format(name).bits == 16 for name in formats)
     blocks = wide and row_blocks > 1 and shape.num_kv_heads % target.xcds > 0

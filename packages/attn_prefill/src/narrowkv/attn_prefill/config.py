@@ -156,14 +156,16 @@ def _shipped_config(
         if kernel == "split":
             return split_config(target, shape, formats, (0, ANY_LEN), block_m, "as asked")
         return fused_config(target, shape, block_m, "as asked")
-    if not scratch_fits:
+    if scratch_fits:
+        name = "pipelined" if can_pipeline else "dense"
+        why = "its sequences have so many rows that keys are widened beforehand"
+        found = _with_few(target, shape, formats, name, classes, lambda block_m: widened(block_m, why))
+    else:
         why = "scratch for widened keys would exceed the limit; max_kv_tokens tightens the bound"
-        return _with_few(target, shape, formats, None, classes, lambda block_m: fused_config(
+        found = _with_few(target, shape, formats, None, classes, lambda block_m: fused_config(
             target, shape, block_m, why
         ))  # fmt: skip
-    name = "pipelined" if can_pipeline else "dense"
-    why = "its sequences have so many rows that keys are widened beforehand"
-    return _with_few(target, shape, formats, name, classes, lambda block_m: widened(block_m, why))
+    return replace(found, tall=tall_config(target, shape, found, formats))
 
 
 def _with_few(
@@ -186,7 +188,6 @@ def _with_few(
         block_m = 64 if shape.batch > 1 else block_m_for(shape)
         parts.append(replace(choose(block_m), q_lens=(least, ANY_LEN)))
     *before, last = parts
-    last = replace(last, tall=tall_config(target, shape, last, formats))
     return replace(last, short_queries=tuple(replace(part, stores=False) for part in before))
 
 
@@ -372,5 +373,4 @@ def choose_append_config(
     if kernel is not None:
         return fused(block_m_for(shape)) if kernel == "fused" else widened(block_m_for(shape))
     name = None if lacks else "pipelined" if can_pipeline else "dense"
-    found = _with_few(target, shape, formats, name, classes, fused if lacks else widened)
-    return replace(found, tall=None)
+    return _with_few(target, shape, formats, name, classes, fused if lacks else widened)

@@ -119,8 +119,9 @@ class PrefillConfig:
         fallback: where `kernels/pipelined.py` attends, what does when the scale is not positive or queries
             are to be rotated; None where a plain kernel attends anyway.
         ping_pong: on gfx950 the configuration of `kernels/cdna.py`, for calls that it serves; else None.
-        tall: on Hopper the configuration of `kernels/tall.py`, for calls that it serves; else None.
-        is_tall: whether it is such a configuration.
+        tall: the configuration of Hopper's `kernels/tall.py`, which attends in causal calls without windows,
+            soft cap and key transform; None where that kernel does not serve the shape or the formats.
+        is_tall: whether this is a configuration of that kernel.
         as_decode: the loop over pages is that of decode, whose loads the compiler pipelines.
         xcd_rows: tiles of rows that an XCD takes of a KV head before the next one, see `xcd_order`; 0 for the
             order of the launch.
@@ -585,7 +586,7 @@ def tall_configs(
         return {}
     return {
         rows: replace(
-            config, block_m=rows, block_n=tile.block_n, options=tile.options, is_tall=True,
+            config, block_m=rows, block_n=tile.block_n, options=tile.options, is_tall=True, short_queries=(),
             num_splits=max(1, tile.resident * target.compute_units // shape.num_kv_heads),
         )
         for rows, tile in TALL_TILES.items()

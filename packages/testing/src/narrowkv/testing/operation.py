@@ -1,4 +1,4 @@
-"""What the registry says of an operation: `OperationEntry`, its contracts, and `Cases` of its cases file.
+"""An operation's entry in the registry: `OperationEntry`, its contracts, and its `Cases`.
 
 Contracts say which combinations of operation, formats and pages a set asks about, at which shape. They do not
 say what works: `narrowkv probe` asks the operations themselves, and a refusal is a failure.

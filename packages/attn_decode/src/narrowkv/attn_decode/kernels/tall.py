@@ -43,7 +43,6 @@ multiply_values = in_gluon(softmax.multiply_values)
 e8m0_to_fp32 = in_gluon(device.e8m0_to_fp32)
 widen_words = in_gluon(device_fp4_registers.widen_words)
 
-
 _ROWS = gl.constexpr(64)  # of a warpgroup
 _LEAST_SCALE = gl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
 
@@ -127,7 +126,7 @@ def _make_ring(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NARROW_STAGES: gl.constexpr, STORED: gl.constexpr,
     READERS: gl.constexpr,
 ):  # fmt: skip
-    """An empty ring that so many warpgroups read."""
+    """An empty ring that READERS warpgroups read."""
     BYTES: gl.constexpr = 64 if STORED.factors else 128
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 128], gl.float16)
     ring = WidenedRing(
@@ -431,11 +430,11 @@ def _attend_tiles(
 
 @gluon.jit
 def _attend_rows(
-    io, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tile, scale,
-    WARPGROUP: gl.constexpr, SIZES: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
+    shared, q_tile, scale, WARPGROUP: gl.constexpr, SIZES: gl.constexpr, V: gl.constexpr, RULES: gl.constexpr,
     BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's rows of a task: their result, or a partial one."""
+    io, v_descale, workspace, task, k_ring, v_ring, out_scale, merge = shared
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[1]
     S: gl.constexpr = gl.SliceLayout(1, _product_layout(BLOCK_N))
     O: gl.constexpr = _product_layout(128)
@@ -520,20 +519,12 @@ def attend_task(
     k_ring = _make_ring(BLOCKS.n, 2 if V.factors or WARPGROUPS == 3 else 1, 2, K, WARPGROUPS)
     v_ring = _make_ring(BLOCKS.n, 2, 2, V, WARPGROUPS)
     fence_async_shared()
+    shared = (out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge)
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (
-                    _attend_rows,
-                    (
-                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(0),
-                        scales[0], 0, SIZES, V, RULES, BLOCKS, PARTIAL,
-                    ),
-                ),
-                (
-                    _widen_tiles,
-                    (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES),
-                ),
+                (_attend_rows, (shared, q_tiles.index(0), scales[0], 0, SIZES, V, RULES, BLOCKS, PARTIAL)),
+                (_widen_tiles, (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES)),
             ],
             worker_num_warps=[4],
             worker_num_regs=[72],
@@ -541,24 +532,9 @@ def attend_task(
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _attend_rows,
-                    (
-                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(0),
-                        scales[0], 0, SIZES, V, RULES, BLOCKS, PARTIAL,
-                    ),
-                ),
-                (
-                    _attend_rows,
-                    (
-                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(1),
-                        scales[1], 1, SIZES, V, RULES, BLOCKS, PARTIAL,
-                    ),
-                ),
-                (
-                    _widen_tiles,
-                    (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES),
-                ),
+                (_attend_rows, (shared, q_tiles.index(0), scales[0], 0, SIZES, V, RULES, BLOCKS, PARTIAL)),
+                (_attend_rows, (shared, q_tiles.index(1), scales[1], 1, SIZES, V, RULES, BLOCKS, PARTIAL)),
+                (_widen_tiles, (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES)),
             ],
             worker_num_warps=[4, 4],
             worker_num_regs=[208, 88] if K.factors or V.factors else [216, 72],
@@ -566,31 +542,10 @@ def attend_task(
     else:
         gl.warp_specialize(
             [
-                (
-                    _attend_rows,
-                    (
-                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(0),
-                        scales[0], 0, SIZES, V, RULES, BLOCKS, PARTIAL,
-                    ),
-                ),
-                (
-                    _attend_rows,
-                    (
-                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(1),
-                        scales[1], 1, SIZES, V, RULES, BLOCKS, PARTIAL,
-                    ),
-                ),
-                (
-                    _attend_rows,
-                    (
-                        out, v_descale, workspace, task, k_ring, v_ring, out_scale, merge, q_tiles.index(2),
-                        scales[2], 2, SIZES, V, RULES, BLOCKS, PARTIAL,
-                    ),
-                ),
-                (
-                    _widen_tiles,
-                    (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES),
-                ),
+                (_attend_rows, (shared, q_tiles.index(0), scales[0], 0, SIZES, V, RULES, BLOCKS, PARTIAL)),
+                (_attend_rows, (shared, q_tiles.index(1), scales[1], 1, SIZES, V, RULES, BLOCKS, PARTIAL)),
+                (_attend_rows, (shared, q_tiles.index(2), scales[2], 2, SIZES, V, RULES, BLOCKS, PARTIAL)),
+                (_widen_tiles, (k, v, k_descale, v_descale, table, task, k_ring, v_ring, SIZES, K, V, RULES)),
             ],
             worker_num_warps=[4, 4, 4],
             worker_num_regs=[152, 152, 56],
