@@ -20,7 +20,7 @@ VIEWS = {
     "alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes",
     "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view", "_reshape_alias",
 }  # fmt: skip
-MICROSECONDS = 15  # a layer, beyond its planned calls
+LAYER_IN_VIEWS = 20  # a layer, beyond its planned calls, takes no longer than so many views of a tensor
 
 
 class Operators(TorchDispatchMode):
@@ -76,11 +76,17 @@ def operators(*operations: tuple[Any, str]) -> Iterator[list[str]]:
             yield seen.names
 
 
-def least_microseconds(layer: Callable[[], Any], laps: int = 300) -> float:
-    """The shortest lap of a layer, which other processes disturb least."""
+def least_seconds(call: Callable[[], Any], laps: int = 300) -> float:
+    """The shortest lap of a call, which other processes disturb least."""
     times = []
     for _ in range(laps):
         begun = time.perf_counter()
-        layer()
+        call()
         times.append(time.perf_counter() - begun)
-    return min(times) * 1e6
+    return min(times)
+
+
+def in_views(seconds: float) -> float:
+    """How many views of a tensor take so long here: machines differ in a view's time by a factor of eight."""
+    tensor = torch.zeros(2, 8)
+    return seconds / least_seconds(lambda: tensor.view(-1))

@@ -69,9 +69,10 @@ def generate(model, cache_dtype, prompts=PROMPTS, rounds=1, new=NEW, **options):
     """Outputs of the last round, the log-probabilities of its first step, and the addresses of the caches."""
     sizes = {
         "max_model_len": 64, "block_size": 32, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 8,
+        "dtype": "bfloat16",
     }  # fmt: skip
     llm = vllm.LLM(
-        model=model, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_num_seqs=2,
+        model=model, skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=2,
         **{**sizes, **cache_options(cache_dtype), **options},
     )  # fmt: skip
     try:
@@ -105,8 +106,9 @@ def assert_chances_within(found, expected, bound):
 
 
 @pytest.fixture(scope="module")
-def own(model):
-    return generate(model, "auto")
+def exact(model):
+    """By vLLM's own attention in float32: in bfloat16 it differs from that by up to 0.07 on some CPUs."""
+    return generate(model, "auto", dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def own(model):
         ("narrowkv_fp4", "fp4_e2m1", 2.0),
     ],
 )
-def test_generate_through_narrowkvs_cache(model, own, cpu_slot, calls, cache_dtype, stored, bound):
+def test_generate_through_narrowkvs_cache(model, exact, cpu_slot, calls, cache_dtype, stored, bound):
     outputs, chances, memory = generate(model, cache_dtype)
     assert cache_dtype not in OWN_SLOTS or "fp4_e2m1" in {call.cache.format.v for call in calls}
     assert stored in {call.cache.format.k for call in calls if call.name == "append"}
@@ -130,11 +132,10 @@ def test_generate_through_narrowkvs_cache(model, own, cpu_slot, calls, cache_dty
     counts = calls.counts
     assert counts["append"] == counts["paged_decode"] + counts["batch_prefill"] == LAYERS * NEW
     assert {call.cache.k.untyped_storage().data_ptr() for call in calls} <= memory
-    # The same prompt through vLLM's own attention over a 16-bit cache.
-    own_outputs, own_chances, _ = own
-    assert_chances_within(chances, own_chances, bound)
+    exact_outputs, exact_chances, _ = exact
+    assert_chances_within(chances, exact_chances, bound)
     if cache_dtype == "auto":
-        assert [t[0] for t in tokens_of(outputs)] == [t[0] for t in tokens_of(own_outputs)]
+        assert [t[0] for t in tokens_of(outputs)] == [t[0] for t in tokens_of(exact_outputs)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from triton.backends import backends
@@ -21,6 +21,12 @@ backends["cpu"] = SimpleNamespace(driver=never)
 
 import torch  # noqa: E402
 import vllm.platforms  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
+
+# The wheel's build for this CPU: vLLM for ROCm would load one that takes instructions of newer CPUs.
+CpuPlatform.import_kernels()
+sys.modules.setdefault("vllm._C", ModuleType("vllm._C"))
+
 from vllm.platforms.rocm import RocmPlatform  # noqa: E402
 
 vllm.platforms._current_platform = RocmPlatform()  # the wheel's version says that the platform is a CPU
