@@ -23,16 +23,10 @@ from narrowkv.quant import (
     quantize_tokens_int8,
     unpack_int4,
 )
-from narrowkv.quant.device import (
-    e8m0_to_fp32,
-    join_parts,
-    narrow_fp8,
-    widen,
-    widen_parts,
-    widening_exponent,
-)
+from narrowkv.quant.device import e8m0_to_fp32, join_parts, narrow_fp8, widen, widen_parts
 from narrowkv.quant.device_fp4 import narrow_fp4, share_exponent
 from narrowkv.quant.device_int import narrow_int4, narrow_int8, widen_int4, zero_point_and_scale
+from narrowkv.quant.formats import widening_exponent
 from narrowkv.runtime.launch import LaunchOptions, launch
 
 ONE = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)

@@ -36,7 +36,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_cache, bind_table
 from narrowkv.paged_cache.checks import tensors_of
 from narrowkv.quant import get_format
-from narrowkv.quant.device import BITS, widening_exponent
+from narrowkv.quant.formats import BITS, widening_exponent
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import (
     UnsupportedError,

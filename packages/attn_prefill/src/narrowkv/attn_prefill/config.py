@@ -21,7 +21,7 @@ from narrowkv.attn_prefill.tiles import (
     split_config,
     tall_config,
 )
-from narrowkv.quant.device import FNUZ_ALIAS, NATIVE
+from narrowkv.quant.formats import FNUZ_ALIAS, NATIVE
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.targets import WARPGROUP_ROWS, Target, least_columns
 from narrowkv.runtime.toolchain import TRITON

@@ -13,8 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from narrowkv.attn_prefill.tiles import ANY_LEN, PrefillConfig, PrefillShape, tuned_as
-from narrowkv.quant.device import BITS, widen_route
-from narrowkv.quant.formats import get_format
+from narrowkv.quant.formats import BITS, get_format, widen_route
 from narrowkv.runtime.targets import Target
 
 

@@ -35,7 +35,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.binding import BOUND_TABLES, BoundCache, BoundTable, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, BoundRope, bind_rope
-from narrowkv.quant.device import widening_exponent
+from narrowkv.quant.formats import widening_exponent
 from narrowkv.runtime.errors import (
     check_finite_float,
     check_instance,

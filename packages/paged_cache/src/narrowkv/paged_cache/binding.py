@@ -14,8 +14,7 @@ from narrowkv.paged_cache.layouts import KVStrides
 from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.paged_cache.storing import Store, store_of
 from narrowkv.quant import KeyTransform
-from narrowkv.quant.device import BITS, NATIVE, widen_route, widening_exponent
-from narrowkv.quant.formats import get_format
+from narrowkv.quant.formats import BITS, NATIVE, get_format, widen_route, widening_exponent
 from narrowkv.runtime.errors import spans_of
 from narrowkv.runtime.launch import Arg
 from narrowkv.runtime.operation import Bounded, ByIdentity

@@ -4,14 +4,11 @@ import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to g
 import triton
 import triton.language as tl
 
+from narrowkv.quant.formats import INT8_EXPONENT
 from narrowkv.quant.int_tokens import LEAST_SCALE, MOST_FINITE
 
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _MOST_FINITE = tl.constexpr(MOST_FINITE)
-# Integers in the mantissa of a subnormal float16 are multiples of 2**-24, in INT4 of 2**-20: no bits need to
-# be set, and integer and floating-point arithmetic on them are both exact.
-INT8_EXPONENT = 24
-INT4_EXPONENT = 20
 _SIGN_OF_INT8 = tl.constexpr(128 * 2.0**-INT8_EXPONENT)
 # PTX for two words in a register, so that one instruction serves two elements. Each text has one result, as
 # in `narrowkv.quant.device`.

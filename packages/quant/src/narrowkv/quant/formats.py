@@ -20,8 +20,21 @@ from types import MappingProxyType
 import torch
 
 from narrowkv.runtime.errors import check_dtype, check_tensor
+from narrowkv.runtime.targets import Target
 
 __all__ = ["FORMATS", "FP8_FORMATS", "Format", "check_storage", "get_format"]
+
+# Routes from a stored format to 16 bits.
+NATIVE = "native"
+BITS = "bits"
+# Bytes of an OCP cache reinterpreted as FNUZ: half the value. Wrong for 0x80 and NaN, so only for caches free
+# of both.
+FNUZ_ALIAS = "fnuz_alias"
+# Integers in the mantissa of a subnormal float16 are multiples of 2**-24, in INT4 of 2**-20: no bits need to
+# be set, and integer and floating-point arithmetic on them are both exact.
+INT8_EXPONENT = 24
+INT4_EXPONENT = 20
+_INTEGER_EXPONENTS = {"int8": INT8_EXPONENT, "int4": INT4_EXPONENT}
 
 
 @dataclass(frozen=True)
@@ -163,3 +176,39 @@ def check_storage(name: str, tensor: torch.Tensor, format: str | torch.dtype | F
         allowed = (fmt.storage_dtype, torch.uint8) if fmt.kind == "fp8" else (fmt.storage_dtype,)
         check_dtype(f"{name} in format {fmt.name}", tensor, allowed)
     return tensor
+
+
+def widening_exponent(format_name: str, route: str) -> int:
+    """The exponent of the factor that `widen` does not apply: value = widened * 2**exponent."""
+    if format_name == "fp4_e2m1":
+        return {"ptx8": 6, "cdna4": 13}.get(route, 14)
+    if format_name in _INTEGER_EXPONENTS:
+        return _INTEGER_EXPONENTS[format_name]
+    if route == FNUZ_ALIAS:
+        return 1
+    if route == BITS:
+        return {"fp8_e4m3fn": 8, "fp8_e4m3fnuz": 7, "fp8_e5m2": 0}[format_name]
+    return 0
+
+
+def widen_route(target: Target, format_name: str, *, negative_zero_free: bool = False) -> str:
+    """The fastest way to widen a stored format on a target: "native", "bits" or "fnuz_alias".
+
+    gfx942 converts and multiplies FNUZ only. OCP bytes that hold no negative zero can be read there as FNUZ
+    of half the value. That serves a caller who multiplies FP8 by FP8. For widening alone, bit arithmetic on
+    16-bit words costs the same (issue over memory time of decode: 0.44 and 0.45) and reads any byte.
+
+    Args:
+        target: what the kernel runs on.
+        format_name: the stored format.
+        negative_zero_free: whether the bytes hold no 0x80 and no NaN, and may be read as FNUZ.
+    """
+    if format_name == "fp4_e2m1" or format_name in _INTEGER_EXPONENTS:
+        return BITS
+    if not format_name.startswith("fp8_"):
+        return NATIVE
+    if format_name in target.fp8_formats and (format_name == target.native_fp8 or not target.is_amd):
+        return NATIVE
+    if target.name == "gfx942" and format_name == "fp8_e4m3fn" and negative_zero_free:
+        return FNUZ_ALIAS
+    return BITS

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.quant.device import widen_route, widening_exponent
+from narrowkv.quant.formats import widen_route, widening_exponent
 from narrowkv.runtime.attention.xcds import xcd_order
 from narrowkv.runtime.launch import (
     Arg,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.quant.device import BITS, NATIVE
+from narrowkv.quant.formats import BITS, NATIVE
 from narrowkv.runtime.errors import (
     UnsupportedError,
     check_choice,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowkv.quant.device import BITS, NATIVE, widen_route
+from narrowkv.quant.formats import BITS, NATIVE, widen_route
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target, least_columns
 from narrowkv.sparse_fp8.indexer.keys import FP4, IndexKeysFormat

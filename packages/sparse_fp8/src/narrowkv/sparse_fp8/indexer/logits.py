@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from narrowkv.quant import get_format
-from narrowkv.quant.device import BITS, NATIVE, widening_exponent
+from narrowkv.quant.formats import BITS, NATIVE, widening_exponent
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
