@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from narrowkv.attn_decode import config as decode
+from narrowkv.attn_decode.tiles import tall_tile
 from narrowkv.attn_prefill import config as prefill
 from narrowkv.attn_prefill.tiles import IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.paged_cache.binding import multiplied_parts
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.runtime.targets import TARGETS, Target, get_target, least_columns
+from narrowkv.runtime.targets import TARGETS, WARPGROUP_ROWS, Target, get_target, least_columns
 from narrowkv.sage import config as sage
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 320, 512)
@@ -107,6 +108,12 @@ def test_no_tile_of_widened_keys_leaves_its_block(name: str) -> None:
     }
     assert {head_dim for head_dim, *_ in tiles} == set(HEAD_DIMS)
     assert not [tile for tile in sorted(tiles) if tile[3] % tile[2]]
+
+
+def test_no_tall_tile_of_decode_leaves_the_memory_of_the_tiles_in_whose_place_it_stands() -> None:
+    for rows in range(WARPGROUP_ROWS // 2 + 1, 4097):
+        own, tall = decode.rows_of_tile(SM90, rows, fast=True, head_dim=128), tall_tile(rows)
+        assert -(-rows // tall) * tall <= -(-rows // own) * own, rows
 
 
 def test_no_part_of_v_has_too_few_channels() -> None:
