@@ -50,8 +50,8 @@ _LEAST_SCALE = gl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
 class WidenedRing(NamedTuple):
     """Tiles of K or V in shared memory: as stored, in 16 bits, and which of the latter are there or free.
 
-    nan_keys: of V, which keys of a 16-bit tile had a NaN, in tiles that some row does not see whole, of which
-        a task has two at most; none at first.
+    nan_keys: of V, which keys of a 16-bit tile had a NaN, in tiles that some row does not see whole; none at
+        first.
     factor: what a 16-bit tile is still to be multiplied by; None for 1.
     """
 
