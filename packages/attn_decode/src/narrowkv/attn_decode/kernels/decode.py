@@ -8,13 +8,7 @@ reductions).
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.loop import (
-    Keys,
-    State,
-    attend_to_rows,
-    attend_to_tiles,
-    unless_zero,
-)
+from narrowkv.attn_decode.kernels.loop import Keys, State, attend_to_rows, attend_to_tiles
 from narrowkv.attn_decode.kernels.registers import attend_in_registers, load_query_registers
 from narrowkv.attn_decode.kernels.registers_cdna import attend_in_lanes, load_first, ordered_columns
 from narrowkv.attn_decode.kernels.tiles import (
@@ -243,23 +237,10 @@ def _paged_decode_kernel(
                 io.tree + seq.to(tl.int64) * SIZES.q_len + rows // SIZES.gqa_ratio, mask=row_mask, other=0
             )
         seen = SeenKeys(low if HAS_LOW else None, high, tree, kv_len - SIZES.q_len)
-        if RULES.q_in_shared:
-            # A product takes Q from registers where Q was computed, from shared memory where a loop has it.
-            # So this loop carries it, once around: with Q in registers a second program would not fit (128
-            # rows x 64 keys, 8 warps: 208 registers instead of 128).
-            once = tl.minimum(num_splits, 1)
-            for _ in range(once):
-                state = attend_to_rows(
-                    begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
-                    v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
-                )  # fmt: skip
-                q = unless_zero(once, q, K.parts)
-        else:
-            state = attend_to_rows(
-                begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
-                v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
-            )  # fmt: skip
-        acc, m, l, v_largest = state
+        acc, m, l, v_largest = attend_to_rows(
+            num_splits, begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
+            v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS, RULES.q_in_shared,
+        )  # fmt: skip
 
     if io.k_offset is not None and not SHIFT_FIRST:
         # Every split shifts alike, so that they merge as ever.

@@ -254,15 +254,14 @@ def attend_to_tiles(
 
 
 @triton.jit
-def attend_to_rows(
+def _attend_to_rows(
     begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table,
     keys, rows,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Attends to the key tiles [begin, end), of which all rows see [full, full_end) whole.
 
-    There are two loops, because a branch in one keeps the compiler from loading ahead. The arguments and the
-    result are those of `attend_to_tiles`.
+    There are two loops, because a branch in one keeps the compiler from loading ahead.
     """
     # Masks take registers that tiles of many rows do not leave, so those have fewer keys.
     CROWDED: tl.constexpr = K.route == "cdna4" or (K.descale == "e4m3_16" and SIZES.head_dim == 96)
@@ -280,9 +279,39 @@ def attend_to_rows(
 
 
 @triton.jit
-def unless_zero(number, q, PARTS: tl.constexpr):
+def _unless_zero(number, q, PARTS: tl.constexpr):
     """Parts of Q, and zeros if `number` is zero."""
     kept = ()
     for i in tl.static_range(PARTS):
         kept = kept + (tl.where(number == 0, 0.0, q[i]).to(q[i].dtype),)
     return kept
+
+
+@triton.jit
+def attend_to_rows(
+    num_splits, begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
+    v_descale, table, keys, rows,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+    Q_IN_SHARED: tl.constexpr,
+):  # fmt: skip
+    """Attends to the key tiles [begin, end), of which all rows see [full, full_end) whole.
+
+    A product takes Q from registers where Q was computed, from shared memory where a loop has it. With
+    Q_IN_SHARED a loop carries it, once around: with Q in registers a second program would not fit (128 rows
+    x 64 keys, 8 warps: 208 registers instead of 128). num_splits: 0 without work. The other arguments and the
+    result are those of `attend_to_tiles`.
+    """
+    if Q_IN_SHARED:
+        once = tl.minimum(num_splits, 1)
+        for _ in range(once):
+            state = _attend_to_rows(
+                begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
+                v_descale, table, keys, rows, SIZES, K, V, RULES, BLOCKS,
+            )  # fmt: skip
+            q = _unless_zero(once, q, K.parts)
+    else:
+        state = _attend_to_rows(
+            begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale,
+            table, keys, rows, SIZES, K, V, RULES, BLOCKS,
+        )  # fmt: skip
+    return state

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.loop import Keys, State, attend_to_rows, unless_zero
+from narrowkv.attn_decode.kernels.loop import Keys, State, attend_to_rows
 from narrowkv.attn_prefill.kernels.rows import in_scalar_register
 from narrowkv.paged_cache.kernels.pages import sequence_length
 from narrowkv.paged_cache.kernels.queries import times_sign
@@ -163,21 +163,10 @@ def attend_to_share(
     keys = Keys(read.row_base, read.kv_head, read.first_key, read.last_key)
     low, high = visible_range(query_pos, 0, read.num_keys, False, RULES.window_left, RULES.window_right)
     seen = SeenKeys(low if RULES.window_left >= 0 else None, tl.minimum(high, read.num_keys - 1), None, 0)
-    if BLOCKS.m >= 64:
-        # A loop once around leaves Q in shared memory, see `_paged_decode_kernel`.
-        once = tl.minimum(num_splits, 1)
-        for _ in range(once):
-            state = attend_to_rows(
-                begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
-                v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
-            )  # fmt: skip
-            q = unless_zero(once, q, K.parts)
-    else:
-        state = attend_to_rows(
-            begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
-            v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
-        )  # fmt: skip
-    acc, m, l, largest = state
+    acc, m, l, largest = attend_to_rows(
+        num_splits, begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
+        v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS, BLOCKS.m >= 64,
+    )  # fmt: skip
     joined = join_parts(acc, RULES.acc_parts)
     if V.factors:
         joined, m, l = multiply_values(joined, m, l, largest)
