@@ -87,6 +87,6 @@ def least_seconds(call: Callable[[], Any], laps: int = 300) -> float:
 
 
 def in_views(seconds: float) -> float:
-    """How many views of a tensor take so long here: machines differ in a view's time by a factor of eight."""
+    """How many views of a tensor take as long on this machine, whose speed thus does not matter."""
     tensor = torch.zeros(2, 8)
     return seconds / least_seconds(lambda: tensor.view(-1))

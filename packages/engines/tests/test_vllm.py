@@ -107,7 +107,7 @@ def assert_chances_within(found, expected, bound):
 
 @pytest.fixture(scope="module")
 def exact(model):
-    """By vLLM's own attention in float32: in bfloat16 it differs from that by up to 0.07 on some CPUs."""
+    """By vLLM's own attention in float32; in bfloat16 it differs from that by 0.067 on a CPU without BF16."""
     return generate(model, "auto", dtype="float32")
 
 

@@ -23,7 +23,8 @@ import torch  # noqa: E402
 import vllm.platforms  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
-# The wheel's build for this CPU: vLLM for ROCm would load one that takes instructions of newer CPUs.
+# The wheel has builds for several instruction sets, and this loads the one for this CPU. vLLM for ROCm would
+# import `vllm._C`, which needs AVX512-BF16.
 CpuPlatform.import_kernels()
 sys.modules.setdefault("vllm._C", ModuleType("vllm._C"))
 

@@ -303,8 +303,9 @@ class _Maker:
         attend = self.plan.bind(kernel, config.options, **constants, RULES=rules, BLOCKS=blocks)
         sizes = {"programs": programs, "num_blocks": num_blocks}
         if config.is_tall and self.num_tiles < config.num_splits:
-            # `find_share` keeps one split of each tile of rows in reserve, for rounding up. With fewer tiles
-            # than programs that run at once that would leave multiprocessors idle, so it comes on top.
+            # `find_share` subtracts one split for each tile of rows, since rounding up can add one to each.
+            # If there are fewer tiles than programs that run at once, that would leave multiprocessors idle,
+            # so these splits are added here.
             sizes["num_splits"] = most_work_items(shape, config)
         return self._route(None, attend, sizes, divides=divides, p_scale=rules.p_scale)
 

@@ -119,8 +119,8 @@ class PrefillConfig:
         fallback: where `kernels/pipelined.py` attends, what does when the scale is not positive or queries
             are to be rotated; None where a plain kernel attends anyway.
         ping_pong: on gfx950 the configuration of `kernels/cdna.py`, for calls that it serves; else None.
-        tall: the configuration of Hopper's `kernels/tall.py`, which attends in causal calls without windows,
-            soft cap and key transform; None where that kernel does not serve the shape or the formats.
+        tall: the configuration of Hopper's `kernels/tall.py`, for causal calls without a window, a soft cap
+            or a key transform; None if that kernel does not support the shape or the formats.
         is_tall: whether this is a configuration of that kernel.
         as_decode: the loop over pages is that of decode, whose loads the compiler pipelines.
         xcd_rows: tiles of rows that an XCD takes of a KV head before the next one, see `xcd_order`; 0 for the

@@ -30,8 +30,8 @@ BITS = "bits"
 # Bytes of an OCP cache reinterpreted as FNUZ: half the value. Wrong for 0x80 and NaN, so only for caches free
 # of both.
 FNUZ_ALIAS = "fnuz_alias"
-# Integers in the mantissa of a subnormal float16 are multiples of 2**-24, in INT4 of 2**-20: no bits need to
-# be set, and integer and floating-point arithmetic on them are both exact.
+# An INT8 code is widened by placing it in the mantissa of a subnormal float16, where it counts multiples of
+# 2**-24; an INT4 code stands four bits higher. No exponent bits are set, and arithmetic on either is exact.
 INT8_EXPONENT = 24
 INT4_EXPONENT = 20
 _INTEGER_EXPONENTS = {"int8": INT8_EXPONENT, "int4": INT4_EXPONENT}
@@ -192,16 +192,17 @@ def widening_exponent(format_name: str, route: str) -> int:
 
 
 def widen_route(target: Target, format_name: str, *, negative_zero_free: bool = False) -> str:
-    """The fastest way to widen a stored format on a target: "native", "bits" or "fnuz_alias".
+    """The fastest way to convert a stored format to 16 bits on a target: "native", "bits" or "fnuz_alias".
 
-    gfx942 converts and multiplies FNUZ only. OCP bytes that hold no negative zero can be read there as FNUZ
-    of half the value. That serves a caller who multiplies FP8 by FP8. For widening alone, bit arithmetic on
-    16-bit words costs the same (issue over memory time of decode: 0.44 and 0.45) and reads any byte.
+    gfx942 converts and multiplies FNUZ only. OCP bytes without negative zeros and NaN can be read there as
+    FNUZ numbers of half the value, which a product of FP8 by FP8 needs. For conversion alone, bit arithmetic
+    on 16-bit words is as fast and reads any byte: by either route decode's instructions take 0.44 to 0.45 of
+    its memory time to issue.
 
     Args:
         target: what the kernel runs on.
         format_name: the stored format.
-        negative_zero_free: whether the bytes hold no 0x80 and no NaN, and may be read as FNUZ.
+        negative_zero_free: whether no byte is 0x80 (-0) or a NaN, so that all may be read as FNUZ.
     """
     if format_name == "fp4_e2m1" or format_name in _INTEGER_EXPONENTS:
         return BITS

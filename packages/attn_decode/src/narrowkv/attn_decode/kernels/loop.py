@@ -259,9 +259,10 @@ def _attend_to_rows(
     keys, rows,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Attends to the key tiles [begin, end), of which all rows see [full, full_end) whole.
+    """`attend_to_rows` without the choice of where Q is.
 
-    There are two loops, because a branch in one keeps the compiler from loading ahead.
+    The tiles without a mask have a loop of their own: a branch inside one loop would keep the compiler from
+    prefetching tiles.
     """
     # Masks take registers that tiles of many rows do not leave, so those have fewer keys.
     CROWDED: tl.constexpr = K.route == "cdna4" or (K.descale == "e4m3_16" and SIZES.head_dim == 96)
@@ -294,12 +295,13 @@ def attend_to_rows(
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
     Q_IN_SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Attends to the key tiles [begin, end), of which all rows see [full, full_end) whole.
+    """Attends to the key tiles [begin, end); those in [full, full_end) need no mask in any row.
 
-    A product takes Q from registers where Q was computed, from shared memory where a loop has it. With
-    Q_IN_SHARED a loop carries it, once around: with Q in registers a second program would not fit (128 rows
-    x 64 keys, 8 warps: 208 registers instead of 128). num_splits: 0 without work. The other arguments and the
-    result are those of `attend_to_tiles`.
+    Q_IN_SHARED: the compiler is to read Q from shared memory instead of registers. It does so if Q is
+    carried by a loop, so an outer loop of one iteration carries it. With Q in registers a multiprocessor
+    would hold one program instead of two (128 rows x 64 keys, 8 warps: 208 registers instead of 128).
+    num_splits: of the sequence; 0 if the program has no work. The other arguments and the result are those of
+    `attend_to_tiles`.
     """
     if Q_IN_SHARED:
         once = tl.minimum(num_splits, 1)

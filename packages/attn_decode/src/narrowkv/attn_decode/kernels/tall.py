@@ -50,8 +50,8 @@ _LEAST_SCALE = gl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
 class WidenedRing(NamedTuple):
     """Tiles of K or V in shared memory: as stored, in 16 bits, and which of the latter are there or free.
 
-    nan_keys: of V, which keys of a 16-bit tile had a NaN, in tiles that some row does not see whole; none at
-        first.
+    nan_keys: for V, which keys of each 16-bit tile held a NaN; only in tiles that need a causal mask, and 0
+        at first.
     factor: what a 16-bit tile is still to be multiplied by; None for 1.
     """
 
