@@ -103,6 +103,17 @@ def test_the_heaviest_options_spill_nothing(qk_dtype: str, ragged: bool, head_di
     )  # fmt: skip
 
 
+@pytest.mark.sampled(always=[{"target": "gfx942"}], most=1)
+@both_targets
+def test_a_window_spills_no_scalars(target: str) -> None:
+    """Results of comparisons with both bounds of a window, held at once, would fill the scalar registers."""
+    code = compiled(
+        target, qk_dtype="int4", smooth_q=True, window=(100, 50), q_granularity="per_block",
+        k_granularity="per_thread",
+    )  # fmt: skip
+    assert code.registers.sgpr_spills == 0
+
+
 MASKED: tuple[dict[str, Any], ...] = (
     {"qk_dtype": "int8"},
     {"qk_dtype": "int8", "causal": "bottom_right", "block_sizes": (256, 128)},

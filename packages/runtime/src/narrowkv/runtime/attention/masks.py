@@ -130,11 +130,20 @@ class SeenKeys(NamedTuple):
 
 
 @triton.jit
-def seen_keys(n, rows):
-    """[M, N]: the keys `n` that `rows`, which are `SeenKeys`, attend to."""
-    keep = n[None, :] <= rows.high[:, None]
-    if rows.low is not None:
-        keep = keep & (n[None, :] >= rows.low[:, None])
+def seen_keys(n, rows, COMPARE_ONCE: tl.constexpr = False):
+    """[M, N]: the keys `n` that `rows`, which are `SeenKeys`, attend to.
+
+    COMPARE_ONCE: each key is compared once, not with `high` and with `low`. AMD GPUs hold the result of each
+        comparison in scalar registers, of which a kernel with many other scalars has too few for two.
+    """
+    if COMPARE_ONCE and rows.low is not None:
+        # The distance of a key past `high` is negative, which is a large number without its sign.
+        count = tl.maximum(rows.high - rows.low + 1, 0)
+        keep = (rows.high[:, None] - n[None, :]).to(tl.uint32) < count[:, None].to(tl.uint32)
+    else:
+        keep = n[None, :] <= rows.high[:, None]
+        if rows.low is not None:
+            keep = keep & (n[None, :] >= rows.low[:, None])
     if rows.tree is not None:
         # A shift by more than the width is undefined, so it is bounded; keys past the bits are past `high`.
         bit = tl.minimum(tl.maximum(n - rows.tail, 0), rows.tree.dtype.primitive_bitwidth - 1)

@@ -270,7 +270,7 @@ def attend(
             shared = tl.load(mean_scores + first + tl.arange(0, CALL.BLOCK_N))
             s += by_groups(shared[None, :], GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
         if MASKED:
-            keep = seen_keys(n, rows)
+            keep = seen_keys(n, rows, COMPARE_ONCE=True)
             s = tl.where(by_groups(keep, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN), s, float("-inf"))
         top = over_groups(row_maximum(s))
     else:
