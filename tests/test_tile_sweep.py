@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tool_modules import load_tool
 
-from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import compile_for
 from narrowkv.testing.codegen import compile_call
 
@@ -49,15 +48,10 @@ def test_every_tile_is_right(operation: str, of: str, head_dim: int) -> None:
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_every_tile_compiles(target: str, operation: str, of: str, head_dim: int) -> None:
     """Triton 3.8.0 once had no code for kernel "split"."""
-    seen = set()
-    for case in TOOL.calls(operation, of, head_dim, False):
-        try:
-            with compile_for(target):
-                inputs = case.inputs()
-                tiles = TOOL.tiles_of(inputs.plan().config)
-        except UnsupportedError:
-            continue
-        if tiles not in seen:
-            seen.add(tiles)
-            assert compile_call(target, lambda inputs=inputs: inputs.prepare()()), case
-    assert seen
+    with compile_for(target):
+        tiles = TOOL.chosen_tiles((operation, of, head_dim, "cpu", False))
+    assert tiles
+    for tile in tiles:
+        with compile_for(target):
+            inputs = tile.case.inputs()
+        assert compile_call(target, lambda inputs=inputs: inputs.prepare()()), tile
