@@ -106,7 +106,7 @@ def test_the_heaviest_options_spill_nothing(qk_dtype: str, ragged: bool, head_di
 @pytest.mark.sampled(always=[{"target": "gfx942"}], most=1)
 @both_targets
 def test_a_window_spills_no_scalars(target: str) -> None:
-    """Results of comparisons with both bounds of a window, held at once, would fill the scalar registers."""
+    """Two comparisons for each key, one for each bound of the window, took too many scalar registers."""
     code = compiled(
         target, qk_dtype="int4", smooth_q=True, window=(100, 50), q_granularity="per_block",
         k_granularity="per_thread",

@@ -107,8 +107,9 @@ _ROWS = (
         {"scaled": True, "pipelines": True, "smooth_q": False, "qk_dtype": "int8", "window": False},
         _two_stages(_GFX950, _NO_ACCUMULATION_REGISTERS),
         "gfx950, ahead: int8 1356, 1419, 1518 (iterative-ilp 1480), FP8 1024, 1587, 1470; two stages spill"
-        " with smoothed queries, beside windows and with int4; under Triton 3.8 some calls. With "
-        "accumulation registers, half of all, 1556, but scales for each thread spill a register"),
+        " with smoothed queries, beside windows and with int4; under Triton 3.8 some calls. If the "
+        "compiler may use accumulation registers, int8 reaches 1556, but ragged calls with a scale for each "
+        "thread spill one vector register"),
     ConfigRow({"scaled": True}, _GFX950,
         "The keys' order saves 4 of 203 vector instructions of a tile: the f8f6f4 operand has 16 "
         "neighbours a lane. The compiler takes Q apart into bytes for the second loop's 32-byte operand "

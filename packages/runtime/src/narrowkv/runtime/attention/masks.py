@@ -133,11 +133,11 @@ class SeenKeys(NamedTuple):
 def seen_keys(n, rows, COMPARE_ONCE: tl.constexpr = False):
     """[M, N]: the keys `n` that `rows`, which are `SeenKeys`, attend to.
 
-    COMPARE_ONCE: each key is compared once, not with `high` and with `low`. AMD GPUs hold the result of each
-        comparison in scalar registers, of which a kernel with many other scalars has too few for two.
+    COMPARE_ONCE: one unsigned comparison tests both bounds of a key. On AMD GPUs the result of a comparison
+        takes a pair of scalar registers; with two comparisons for each key, Sage's kernel spills some.
     """
     if COMPARE_ONCE and rows.low is not None:
-        # The distance of a key past `high` is negative, which is a large number without its sign.
+        # For a key past `high` the difference is negative: as an unsigned number it is larger than any count.
         count = tl.maximum(rows.high - rows.low + 1, 0)
         keep = (rows.high[:, None] - n[None, :]).to(tl.uint32) < count[:, None].to(tl.uint32)
     else:
