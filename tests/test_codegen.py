@@ -112,7 +112,7 @@ def kernels() -> Iterator[tuple[DecodeCase, str]]:
 
 
 @pytest.mark.codegen_all
-@pytest.mark.sampled(most=6)
+@pytest.mark.sampled(most=4)
 @pytest.mark.parametrize(("case", "target"), list(kernels()), ids=str)
 def test_decode_neither_spills_nor_uses_scratch(case: DecodeCase, target: str) -> None:
     code = compile_case(case, target)[0]
@@ -142,7 +142,7 @@ def _issue_over_memory(code: CompiledArtifact, bytes_per_tile: int) -> float:
 FP8_CONVERT, FP4_CONVERT = "v_cvt_scalef32_pk_f16_fp8", "v_cvt_scalef32_pk_f16_fp4"
 
 
-@pytest.mark.sampled(most=4)
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(
     ("target", "fmt", "convert", "converted"),
     [

@@ -140,7 +140,7 @@ def attending(case: PrefillCase, target: str) -> tuple[PrefillConfig, CompiledAr
 
 
 @pytest.mark.codegen_all
-@pytest.mark.sampled(most=7)
+@pytest.mark.sampled(most=4)
 @pytest.mark.parametrize(("case", "target"), list(kernels()), ids=str)
 def test_prefill_neither_spills_nor_uses_scratch(case: PrefillCase, target: str) -> None:
     artifacts = compile_case(case, target)

@@ -12,7 +12,7 @@ from narrowkv.sparse_fp8 import DSV4Rows, choose_mode, sparse_prefill, sparse_pr
 from narrowkv.testing.cases.latent import LatentCase
 from narrowkv.testing.cases.sparse import WAYS_OF_SPECIALISED, SparseCase
 
-pytestmark = pytest.mark.sampled(most=2)
+pytestmark = pytest.mark.sampled(most=1)
 
 
 def _compile(layout: str, heads: int, sm90_code: Any) -> Any:

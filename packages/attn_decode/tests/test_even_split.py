@@ -58,8 +58,9 @@ def _cost(tiles: list[int], splits: list[int], slots: int) -> int:
     [
         (64, 8192, 132, 2),  # one wave
         (128, 8192, 198, 3),  # two waves: one split would fill two thirds of a wave
-        (192, 8192, 198, 1),
-        (256, 8192, 198, 3),  # four waves, not one full and one for 58 programs
+        pytest.param(192, 8192, 198, 1, marks=pytest.mark.slow),
+        # four waves, not one full and one for 58 programs
+        pytest.param(256, 8192, 198, 3, marks=pytest.mark.slow),
         (200, 0, 132, 1),
     ],
 )

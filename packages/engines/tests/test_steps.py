@@ -131,6 +131,7 @@ def test_a_token_has_the_same_bits_in_every_step_that_is_batch_invariant(format)
     assert relative_l1(alone, exact[0]) < BF16
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("window", [-1, 20])
 @pytest.mark.parametrize(
     ("q_lens", "lens", "decode_tokens", "parts"),

@@ -325,6 +325,7 @@ def test_a_longer_context_takes_longer_by_its_keys() -> None:
     assert seconds(16384) / seconds(4096) == pytest.approx(4, rel=0.2)
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("split", ["", "even"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_short_call_is_modelled_by_the_workgroups_that_work(batch: int, split: str) -> None:

@@ -170,6 +170,7 @@ def test_every_shipped_plan_has_samples(operation: str, target: str) -> None:
     assert launched(target, [lambda case=case: case.inputs().call() for case in cases])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("line", [
     "operation=append,kernel=fused,q_lens=3+2,lens=70+9,kv_heads=2",
