@@ -23,7 +23,6 @@ from narrowkv.cli import command_line
 from narrowkv.cli.app import app
 from narrowkv.cli.inspection import parse_call
 from narrowkv.testing.cases import CaseError, parse_case
-from narrowkv.testing.cases.sage import one_shape
 from narrowkv.testing.machine_report import commands as report_commands
 from narrowkv.testing.operations import OPERATIONS, contract_sets
 from narrowkv.testing.words import AMD_TARGETS, PLACES, QUERY_DTYPES, SPARSE_WAYS
@@ -165,19 +164,10 @@ def test_every_string_that_looks_like_a_case_is_one() -> None:
                 if (match := pattern.fullmatch(span)) is None:
                     continue
                 found += 1
-                known = any(_is_case(entry.cases.case, match[1]) for entry in OPERATIONS.values())
-                if not (known or _is_shape_of_sage(match[1])):
+                if not any(_is_case(entry.cases.case, match[1]) for entry in OPERATIONS.values()):
                     wrong.append(f"{name_of(path)}: {span}")
     assert found
     assert not wrong, "\n".join(wrong)
-
-
-def _is_shape_of_sage(line: str) -> bool:
-    try:
-        one_shape(line, precision="", granularity="", seed=0)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_case(kind: Any, line: str) -> bool:

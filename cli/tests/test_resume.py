@@ -20,7 +20,6 @@ from narrowkv.cli import validate
 from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.testing import format_errors
 from narrowkv.testing.bench.measure import Bench, Row
-from narrowkv.testing.cases.sage import SageResult
 from narrowkv.testing.checking import CaseResult, Sample
 from narrowkv.testing.codegen import CallCode, KernelCode
 from narrowkv.testing.probing import PASS, Answer, Compiled, Outcome
@@ -41,7 +40,7 @@ OUTCOME = (
     [
         (Outcome, OUTCOME),
         (CaseResult, CaseResult("lens=1", ERROR, 0.5, True, bound=0.25)),
-        (SageResult, SageResult("cpu", ERROR, 0.5, 0.25, True)),
+        (CaseResult, CaseResult("qk=fp8", ERROR, 0.5, True, place="cpu", total=ERROR)),
         (tuple[Row, ...], (Row({"mode": "x"}, {"batch": 1}, median_us=1.5, extra={"a_us": None}),)),
         (CallCode, CallCode("gfx942", (KERNEL,), "plan")),
         (dict[str, tuple[float, float]], {"a": (1.0, 2.0)}),

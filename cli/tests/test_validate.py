@@ -9,12 +9,14 @@ import pytest
 import torch
 from cli_support import document, narrowkv
 
+from narrowkv.sage.options import SagePlanOptions
 from narrowkv.testing import emulation, format_errors
 from narrowkv.testing.cases import parse_case, prefill, sage
 from narrowkv.testing.cases.decode import DecodeCase, DecodeInputs, one_at_a_time
 from narrowkv.testing.cases.prefill import PrefillCase, PrefillInputs
 from narrowkv.testing.cases.sage import SageCase
 from narrowkv.testing.cases.sparse import SparseInputs
+from narrowkv.testing.checking import check
 from narrowkv.testing.format_errors import InputSizes
 from narrowkv.testing.places import find_place
 
@@ -66,7 +68,7 @@ def flip_a_bit(part: str) -> Callable[[Any, Any], Any]:
 
 
 APPEND = f"validate prefill {CPU} --case operation=append,q_lens=3+9,lens=20+30"
-SAGE = f"validate sage {CPU} --shape b=1,h=2,kv=1,s=70,d=64 --precision int8 --granularity per_thread"
+SAGE = f"validate sage {CPU} --case q_lens=70,k_lens=70,ratio=2,head_dim=64"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ SAGE = f"validate sage {CPU} --shape b=1,h=2,kv=1,s=70,d=64 --precision int8 --g
         ),
         pytest.param(
             SAGE, sage, "sage_attention", lambda result, _: (result[0] * 1.05, result[1] + 0.01),
-            ["kernel error", "lse differs"], id="sage",
+            ["bound 0.03", "lse differs"], id="sage",
         ),
     ],
 )  # fmt: skip
@@ -102,28 +104,31 @@ def test_a_fault_fails_its_cases_and_is_named(
         assert change is not fall_over or case["error"] is None
 
 
-def test_a_result_of_sage_that_is_worse_than_published_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens: dict[str, Any] = {"q_lens": (130,), "k_lens": (130,), "gqa_ratio": 1}
-    case = SageCase.small(qk_dtype="int4", smooth_q=True, data="offset", **tokens)
-    monkeypatch.setitem(sage.PUBLISHED, "per_thread", (0.99999, 0.001, 0.001))
-    monkeypatch.setattr(sage, "sweep", lambda **_: [case])
-    assert "worse than published" in document(f"validate sage {CPU}", ends=1)["cases"][0]["detail"]
+@pytest.mark.parametrize("worse", [False, True])
+def test_a_result_of_sage_that_is_worse_than_published_fails(
+    worse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = SageCase(qk_dtype="int4", smooth_q=True)
+    if worse:
+        monkeypatch.setitem(sage.PUBLISHED, "per_thread", (0.99999, 0.001, 0.001))
+    inputs = case.inputs()
+    result = check(case, inputs, inputs.reference())
+    assert result.passed is not worse
+    assert ("worse than published" in result.detail) is worse
 
 
-def test_a_shape_of_sage_is_validated_with_every_smoothing() -> None:
-    line = f"validate sage {CPU} --precision fp8 --granularity per_thread --shape b=1,h=2,kv=1,s=70,d=64"
-    found = document(line)
-    assert found["passed"] == found["planned"] == 3
-    assert all(case["kernel_l1"] < sage.BOUND for case in found["cases"])
-
-
-def test_the_sweep_of_sage_covers_the_contract() -> None:
+def test_the_sweep_of_sage_covers_what_a_call_may_ask_for() -> None:
     quick, full = sage.sweep(), sage.sweep(full=True)
-    assert len(quick) == len(set(quick)) == 3 * 4 * 3
+    assert len(quick) == len(set(quick)) == 3 * 4 * 3 + 3 * 13
     assert {case.data for case in full} == {"offset", "outlier", "gaussian"}
     assert {case.smoothing for case in quick} == {"none", "K", "K and Q"}
     assert {case.published for case in quick} == {None, *sage.PUBLISHED.values()}
     assert len(sage.shipped()) == 2 * 3 * 4
+    given = [case.inputs().options for case in quick]
+    of_calls = {"cu_seqlens_q", "cu_seqlens_k", "block_mask"}
+    assert set().union(*given) == {*SagePlanOptions.__annotations__, *of_calls} - {"sm_scale"}
+    for name in ("causal", "window", "layout", "block_mask", "qk_dtype", "smooth_k", "smooth_q"):
+        assert len({str(options.get(name)) for options in given}) > 1, name
 
 
 @pytest.mark.usefixtures("few_recipes")

@@ -373,3 +373,12 @@ def test_outputs_and_stored_keys_of_other_calls_are_refused():
     ):
         with pytest.raises(ValueError, match="kv must be quantised"):
             plan_sage(q, keys, **options).attend(q, kv)
+
+
+def test_the_error_of_short_sums_does_not_depend_on_the_layout():
+    q, k, *_ = W(q_lens=(20,), k_lens=(30,), num_kv_heads=2).build()
+    turned = q.transpose(1, 2), k.transpose(1, 2)
+    with run_as("sm90"):
+        one = short_sum_error(plan_sage(q, k, qk_dtype="fp8"), q, k)
+        other = short_sum_error(plan_sage(*turned, qk_dtype="fp8", layout="BHSD"), *turned)
+    assert one == other > 0

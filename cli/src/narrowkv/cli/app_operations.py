@@ -6,7 +6,7 @@ Each imports its work when it is called: --help needs no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,13 +83,9 @@ Lines = Annotated[
 
 
 def _add_validate(group: typer.Typer, operation: OperationEntry) -> None:
-    options: list[Option] = [("full", Full, False)]
-    if operation.one_shape is None:
-        options.append(("case", Lines, None))
+    options: list[Option] = [("full", Full, False), ("case", Lines, None)]
     if operation.seed:
         options.append(("seed", Annotated[int, typer.Option(help=operation.seed)], 0))
-    if operation.one_shape is not None:
-        options += options_of(operation.one_shape)
 
     def work(report: Report, given: Any, *, where: Where) -> ExitCode:
         return _validate(operation, report, given, where)
@@ -105,32 +101,17 @@ def _validate(operation: OperationEntry, report: Report, given: Any, where: Wher
     # Misspelled names, and options that have no effect, are refused before torch is imported.
     if where.on:
         choices("--on", where.on, PLACES)
-    full, lines, seed = given.full, getattr(given, "case", None), getattr(given, "seed", 0)
+    full, lines, seed = given.full, given.case, getattr(given, "seed", 0)
     if lines:
         check_case_formats(lines)
         report.refuse("with --case, which says all of a case", "full", "seed")
-    shape = None
-    if operation.one_shape is not None:
-        shape = read_options(operation.one_shape, given)
-        first, *others = (f.name for f in fields(shape))
-        if getattr(shape, first) is None:
-            report.refuse(f"without --{first}", *others)
-            shape = None
-        else:
-            report.refuse(f"with --{first}", "full")
     from narrowkv.cli.running import parse_case
-    from narrowkv.cli.validate import validate, validate_sage
+    from narrowkv.cli.validate import validate
 
-    known = operation.cases
     cases: Any = [parse_case(operation, line) for line in lines or ()]
-    if shape is not None and known.one_shape is not None:
-        try:
-            cases = known.one_shape(**asdict(shape), seed=seed)
-        except ValueError as error:
-            raise UsageError(f"--{error}") from None
-    run = validate if known.check is None else validate_sage
-    return run(
-        operation, cases or (lambda place: known.sweep(place.target, full, seed)), report, where, seed=seed
+    sweep = operation.cases.sweep
+    return validate(
+        operation, cases or (lambda place: sweep(place.target, full, seed)), report, where, seed=seed
     )
 
 
@@ -301,8 +282,7 @@ Model = Annotated[
 def _add_inspect(group: typer.Typer, operation: OperationEntry) -> None:
     call = operation.inspect_call
     options: list[Option] = [("target", Targets, BOTH), *(options_of(call) if call else ())]
-    if operation.one_shape is None:
-        options.append(("case", Line, None))
+    options.append(("case", Line, None))
     if call:
         options.append(("asm", Assembly, False))
     options.append(("model", Model, True))

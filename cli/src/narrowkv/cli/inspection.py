@@ -58,12 +58,11 @@ def parse_call(text: str) -> Family:
     """A call by its operation and case: ``decode:lens=4096,ratio=12``.
 
     Raises:
-        UsageError: no operation whose cases are lines has that name, or the case is none of its.
+        UsageError: no operation has that name, or the case is none of its.
     """
     name, _, line = text.partition(":")
-    known = [entry.name for entry in OPERATIONS.values() if entry.one_shape is None]
-    if name not in known:
-        *others, last = (f"{one}:" for one in known)
+    if name not in OPERATIONS:
+        *others, last = (f"{one}:" for one in OPERATIONS)
         raise UsageError(f"--case must begin with {', '.join(others)} or {last}, got {text!r}")
     return family_of(OPERATIONS[name], parse_case(OPERATIONS[name], line))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from narrowkv.cli.command_line import DecodeByDefault, Where, jobs
 from narrowkv.cli.report import Column, ExitCode, Report, Sheet, keys, numbers
@@ -16,26 +16,21 @@ from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.testing import format_errors
 from narrowkv.testing.cases import Case
 from narrowkv.testing.cases.decode import LSE_BOUND
-from narrowkv.testing.cases.sage import BOUND, PUBLISHED, SageCase, SageResult
-from narrowkv.testing.cases.sage import LSE_BOUND as SAGE_LSE_BOUND
 from narrowkv.testing.checking import CaseResult, CaseTask, run_task
 from narrowkv.testing.format_errors import SETS, Errors, FormatError, Goal, InputSizes
 from narrowkv.testing.machine import versions
-from narrowkv.testing.operation import OperationEntry
+from narrowkv.testing.operation import Cases, OperationEntry
 from narrowkv.testing.places import Place, find_place
-from narrowkv.testing.plot import plot_cases, plot_recipes, plot_sage
+from narrowkv.testing.plot import plot_cases, plot_recipes
 from narrowkv.testing.records import jsonable
 
-Cases = Sequence[Case] | Callable[[Place], Sequence[Case]]
+Asked = Sequence[Case] | Callable[[Place], Sequence[Case]]
 _WORST_SHOWN = 5
 _FAILURES_SHOWN = 20
 
 
-Result = TypeVar("Result", CaseResult, SageResult)
-
-
 @dataclass(frozen=True)
-class CasesRun(Generic[Result]):
+class CasesRun:
     """Results of the cases of a command.
 
     Attributes:
@@ -48,7 +43,7 @@ class CasesRun(Generic[Result]):
 
     where: Where
     places: tuple[Place, ...]
-    results: list[tuple[Any, Result]]
+    results: list[tuple[Any, CaseResult]]
     planned: int
     interrupted: bool
 
@@ -58,7 +53,7 @@ class CasesRun(Generic[Result]):
         return "; ".join(place.description for place in self.places)
 
     @property
-    def failures(self) -> list[tuple[Any, Result]]:
+    def failures(self) -> list[tuple[Any, CaseResult]]:
         """The cases that did not pass."""
         return [(case, result) for case, result in self.results if not result.passed]
 
@@ -91,7 +86,7 @@ class CasesRun(Generic[Result]):
         return report.finish(document, code, interrupted=self.interrupted, rows=records, plot=plot)
 
 
-def run_cases(cases: Cases, report: Report, where: Where, kind: type[Result]) -> CasesRun[Result]:
+def run_cases(cases: Asked, report: Report, where: Where) -> CasesRun:
     """Runs cases at every place; Ctrl-C keeps those that were finished.
 
     `cases` may be a function of the place, for sweeps that differ between targets.
@@ -104,7 +99,7 @@ def run_cases(cases: Cases, report: Report, where: Where, kind: type[Result]) ->
         for case in (cases(place) if callable(cases) else cases)
     ]
     done, interrupted = run_all(
-        report, tasks, run_task, kind, what="validating", jobs=jobs(where.jobs),
+        report, tasks, run_task, CaseResult, what="validating", jobs=jobs(where.jobs),
         said=lambda task, result: "" if result.passed else f"failed: {task.case}",
     )  # fmt: skip
     found = dict(done)
@@ -112,10 +107,10 @@ def run_cases(cases: Cases, report: Report, where: Where, kind: type[Result]) ->
     return CasesRun(where, places, results, len(tasks), interrupted)
 
 
-def validate(operation: OperationEntry, cases: Cases, report: Report, where: Where, *, seed: int) -> ExitCode:
+def validate(operation: OperationEntry, cases: Asked, report: Report, where: Where, *, seed: int) -> ExitCode:
     """Runs cases of an operation at every place and reports."""
     known = operation.cases
-    run = run_cases(cases, report, where, CaseResult)
+    run = run_cases(cases, report, where)
     places, results = run.places, [result for _, result in run.results]
     repro = partial(_repro, where, find_place(None).name, operation.name)
     watched = "; LDS watched for races" if where.detect_races or where.detect_hazards else ""
@@ -129,6 +124,7 @@ def validate(operation: OperationEntry, cases: Cases, report: Report, where: Whe
     else:
         report.show(_table(groups))
         _show_worst(report, results, repro)
+        _show_accuracy(report, known, run.results)
     for _, result in run.failures[:_FAILURES_SHOWN]:
         report.line(f"FAILED {result.detail}", "bold red")
         report.line(f"  {repro(result)}")
@@ -189,56 +185,32 @@ def _show_worst(report: Report, results: Sequence[CaseResult], repro: Callable[[
         report.line(f"  {result.error.relative_l1:.2e}  {repro(result)}")
 
 
-Found = tuple[SageCase, SageResult]
+def _show_accuracy(report: Report, known: Cases, results: Sequence[tuple[Any, CaseResult]]) -> None:
+    """Tables of what quantising costs, beside the published figures."""
+    tables: dict[str, dict[tuple[str, str], tuple[Case, CaseResult]]] = {}
+    for case, result in results:
+        if known.accuracy is not None and result.total is not None:
+            table, row, column = known.accuracy(case)
+            tables.setdefault(f"{result.place}, {table}", {})[row, column] = case, result
+    for name, cells in tables.items():
+        columns = list(dict.fromkeys(column for _, column in cells))
+        if len(columns) == 1:
+            continue
+        report.say(f"\n{name}: cosine / relative L1 / RMSE against attention that quantises nothing")
+        sheet = Sheet([*keys("quantised to"), *numbers(*columns, "published")])
+        for row in dict.fromkeys(row for row, _ in cells):
+            found = [cells.get((row, column)) for column in columns]
+            goals = [case.published for case, _ in filter(None, found) if case.published is not None]
+            sheet.add(
+                row, *("-" if one is None else _figures(one[1].total) for one in found),
+                "{:.4f} / {:.3f} / {:.3f}".format(*goals[0]) if goals else "",
+                style="" if all(one is None or one[1].passed for one in found) else "bold red",
+            )  # fmt: skip
+        report.show(sheet)
 
 
-def validate_sage(
-    operation: OperationEntry, cases: Cases, report: Report, where: Where, *, seed: int
-) -> ExitCode:
-    """Runs cases at every place and shows cosine, relative L1 and RMSE; Ctrl-C keeps what was finished."""
-    run = run_cases(cases, report, where, SageResult)
-    report.say(f"{operation.title} against attention that quantises nothing, {run.ran_on}")
-    report.say("figures: cosine / relative L1 / RMSE, by what was taken out of K and Q first")
-    for place in run.places:
-        for data in dict.fromkeys(case.data for case, _ in run.results):
-            report.say(f"\n{place.name}, data {data}")
-            shown = [(c, r) for c, r in run.results if r.place == place.name and c.data == data]
-            report.show(_sage_table(shown))
-    for case, result in run.failures:
-        report.line(f"FAILED {result.place} {case}: {result.detail}", "bold red")
-    bounds = f"kernel error <= {BOUND:g}, lse within {SAGE_LSE_BOUND:g}, no worse than published"
-    run.say_passed(report, bounds)
-    body = {
-        "operation": operation.title,
-        "seed": seed,
-        "bounds": dict(operation.cases.bounds),
-        "published": PUBLISHED,
-    }
-    records = [{"case": str(case), **jsonable(result)} for case, result in run.results]
-    return run.finish(report, body, records, partial(plot_sage, run.results))
-
-
-def _sage_table(results: Sequence[Found]) -> Sheet:
-    """Figures by precision and granularity, a column for each smoothing."""
-    found = {(c.qk_dtype, c.granularity, c.smoothing): (c, r) for c, r in results}
-    smoothings = list(dict.fromkeys(c.smoothing for c, _ in results))
-    means = [f"mean of {s} out" for s in smoothings]
-    sheet = Sheet([*keys("Q and K", "granularity"), *numbers(*means, "published", "kernel", "lse")])
-    for qk, granularity in dict.fromkeys((c.qk_dtype, c.granularity) for c, _ in results):
-        row = [found.get((qk, granularity, s)) for s in smoothings]
-        ran = [r for _, r in filter(None, row) if r.total is not None]
-        cells = ["-" if one is None or one[1].total is None else _figures(one[1].total) for one in row]
-        goal = next((g for c, _ in filter(None, row) if (g := c.published) is not None), None)
-        sheet.add(
-            qk, granularity, *cells, "" if goal is None else f"{goal[0]:.4f} / {goal[1]:.3f} / {goal[2]:.3f}",
-            f"{max((r.kernel_l1 for r in ran), default=float('nan')):.4f}",
-            f"{max((r.lse_error for r in ran), default=float('nan')):.1e}",
-            style="" if all(one is None or one[1].passed for one in row) else "bold red",
-        )  # fmt: skip
-    return sheet
-
-
-def _figures(error: ErrorReport) -> str:
+def _figures(error: ErrorReport | None) -> str:
+    assert error is not None
     return f"{error.cosine:.4f} / {error.relative_l1:.3f} / {error.rmse:.3f}"
 
 

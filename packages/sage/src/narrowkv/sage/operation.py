@@ -157,7 +157,7 @@ class SagePlan(launches.SageSettings):
             launches.as_stored(made["k_codes"], self.qk_format), made["k_descale"], made.get("k_mean"),
             launches.as_stored(made["v_codes"], self.config.fp8), made["v_descale"], size,
             self.qk_format, self.config.fp8, self.k_groups, self.config.key_order, made.get("k_bounds"),
-            self._viewed(k) if self.smooth_q else None,
+            self.viewed(k) if self.smooth_q else None,
         )  # fmt: skip
 
     def attend(self, q: torch.Tensor, kv: QuantizedKV, **options: Unpack[SageAttendOptions]) -> Result:
@@ -289,7 +289,7 @@ class SagePlan(launches.SageSettings):
             check_no_overlap("out", out, q=q, k=k, v=v)
         found = attend_in_16_bits(q, k, v, causal=self.mask.RIGHT == 0, sm_scale=self.sm_scale)
         if out is None:
-            return self._viewed(found).contiguous()
+            return self.viewed(found).contiguous()
         o.copy_(found)
         return out
 
@@ -343,7 +343,7 @@ class SagePlan(launches.SageSettings):
         if lse is not None and options.layout == "BHSD" and lse.dim() == 3:
             lse = lse.transpose(1, 2)
         steps += launches.quantise_queries(self, size, viewed, k, memory, lse=writes_lse)
-        steps.append(launches.attend(self, size, self._viewed(out), lse, memory, mask, viewed))
+        steps.append(launches.attend(self, size, self.viewed(out), lse, memory, mask, viewed))
         return Prepared(
             launches=PreparedCall(_VALUES, steps) if q.numel() else None,
             out=(q.shape, q.dtype),
@@ -402,8 +402,8 @@ class SagePlan(launches.SageSettings):
             check_device("block_mask", checked, self.device, "the plan")
         return checked
 
-    def _viewed(self, x: torch.Tensor) -> torch.Tensor:
-        """A dense tensor of either layout as BSHD."""
+    def viewed(self, x: torch.Tensor) -> torch.Tensor:
+        """A dense tensor of the plan's layout as BSHD, and one of BSHD in the plan's layout."""
         return x.transpose(1, 2) if self.options.layout == "BHSD" and not self.shape.ragged else x
 
     def _operand(self, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -413,7 +413,7 @@ class SagePlan(launches.SageSettings):
         if x.dim() != (3 if shape.ragged else 4):
             wanted = dimensions(self.options.layout, shape.ragged)
             raise ValueError(f"{name} must have shape {wanted}, got {list(x.shape)}")
-        viewed = self._viewed(x)
+        viewed = self.viewed(x)
         free = ("tokens",) if shape.ragged else ("batch", "tokens")
         check_shape(name, viewed, (*free, heads, shape.head_dim))
         check_last_dim_contiguous(name, x)

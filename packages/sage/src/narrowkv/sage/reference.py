@@ -108,11 +108,7 @@ def sage_attention_reference(
     SAGE.check_keywords(options)
     given = SageArguments(q, k, v, qk_dtype=qk_dtype or "int8", **options)
     plan = _plan_of(given)
-    if given.layout == "BHSD":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse = _results(plan, q, k, v, given.block_mask, exact=qk_dtype is None, p_format=None)
-    if given.layout == "BHSD":
-        o, lse = o.transpose(1, 2), lse.transpose(1, 2)
     return finish(o, lse, given.out, options)
 
 
@@ -139,7 +135,8 @@ def _results(
     plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: torch.Tensor | None, *,
     exact: bool, p_format: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`(o, lse)` of every sequence; `exact` quantises nothing."""
+    """`(o, lse)` of every sequence, in the plan's layout; `exact` quantises nothing."""
+    q, k, v = (plan.viewed(x) for x in (q, k, v))
     blocks = [None] * plan.shape.batch if block_mask is None else list(block_mask)
     flat_q, flat_k, flat_v = (x.float().reshape(-1, *x.shape[-2:]) for x in (q, k, v))
     q_ranges, k_ranges = ranges_of(q, plan.cu_seqlens_q), ranges_of(k, plan.cu_seqlens_k)
@@ -173,7 +170,7 @@ def _results(
             results.append((result, log_sum))
     for rows, (result, log_sum) in zip(q_ranges, results, strict=True):
         o[rows], lse[rows] = result, log_sum
-    return o.view(q.shape), lse.view(q.shape[:-1])
+    return plan.viewed(o.view(q.shape)), plan.viewed(lse.view(q.shape[:-1]))
 
 
 def short_sum_error(plan: SagePlan, q: torch.Tensor, k: torch.Tensor) -> float:
@@ -183,6 +180,7 @@ def short_sum_error(plan: SagePlan, q: torch.Tensor, k: torch.Tensor) -> float:
     """
     if plan.target.name != "sm90" or get_format(plan.qk_format).kind != "fp8":
         return 0.0
+    q, k = plan.viewed(q), plan.viewed(k)
     flat_q, flat_k = (x.float().reshape(-1, *x.shape[-2:]) for x in (q, k))
     steps, largest = plan.shape.head_dim // 32, 0.0
     for rows, keys in zip(ranges_of(q, plan.cu_seqlens_q), ranges_of(k, plan.cu_seqlens_k), strict=True):

@@ -224,12 +224,10 @@ class Cases:
         hbm_shares: by name of a family, its share where it is not the operation's.
         shipped: for a target, a case of every configuration that is shipped.
         columns: functions of a case whose values name a shipped configuration in a table, by header.
-        check: runs a case on a device inside a context, and compares it with the reference; without it, as
-            `narrowkv.testing.checking.run_case` does.
-        failed: the result of a case that raised, from its place and message; goes with `check`.
+        accuracy: of a case of an operation that quantises: the table of errors against attention that does
+            not, and the case's row and column there. A table of one column is not shown.
         tile_bytes: of a case's inputs and a target: HBM bytes of a pass of the hot loop by one workgroup, and
             the plan in words.
-        one_shape: the cases of the options of `OperationEntry.one_shape`, and a seed.
     """
 
     case: Any
@@ -240,10 +238,8 @@ class Cases:
     hbm_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     shipped: Callable[[str], Sequence[Case]] = lambda target: ()
     columns: Mapping[str, Callable[[Any], object]] = field(default_factory=dict, hash=False)
-    check: Callable[..., Any] | None = None
-    failed: Callable[[str, str], Any] | None = None
+    accuracy: Callable[[Any], tuple[str, str, str]] | None = None
     tile_bytes: Callable[[Any, str], tuple[float, str]] | None = None
-    one_shape: Callable[..., Sequence[Case]] | None = None
 
     @property
     def bound(self) -> str:
@@ -270,8 +266,6 @@ class OperationEntry:
         has_peers: whether other implementations are asked its contracts.
         validate: help of `narrowkv validate OPERATION`.
         seed: help of the option --seed of `validate`; without one there is no such option.
-        one_shape: a dataclass whose fields are options of `validate` that make the cases, instead of --case;
-            the first of them must be given for the others.
         inspect: help of `narrowkv inspect OPERATION`; empty where it has none.
         inspect_call: a dataclass whose fields are the options of one call to compile; without it, every
             shipped configuration is compiled.
@@ -298,7 +292,6 @@ class OperationEntry:
     is_paged: bool = False
     has_peers: bool = False
     seed: str = ""
-    one_shape: Any = None
     inspect: str = ""
     inspect_call: Any = None
     every_kernel: bool = False

@@ -392,17 +392,6 @@ class SageRows:
     samples: int = option(20, "The most samples of a row.")
 
 
-@dataclass(frozen=True)
-class SageShapeOptions:
-    """Options of `narrowkv validate sage` for cases of one shape."""
-
-    shape: str | None = option(None, "One shape, as b=1,h=8,s=1024,d=128.", metavar="SIZES")
-    precision: str = option("", "Of --shape: int8, int4 or fp8; default: all.")
-    granularity: str = option(
-        "", "Of --shape: per_tensor, per_block, per_warp or per_thread; default: all."
-    )  # fmt: skip
-
-
 SAGE = OperationEntry(
     name="sage",
     functions=(SAGE_ATTENTION,),
@@ -419,14 +408,18 @@ SAGE = OperationEntry(
         ),
     ),
     samples={"_sage_attention_kernel": corners},
-    validate="Show what Sage attention's granularities cost in accuracy, beside the published figures.",
+    validate="Sweep Sage attention's precisions, granularities and masks; show what quantising costs.",
     seed="Of the inputs.",
-    one_shape=SageShapeOptions,
-    inspect="Show what Sage attention compiles to: every shipped configuration.",
+    inspect="Show what Sage attention compiles to: every shipped configuration, or one case.",
     bench="Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal.",
     bench_rows=SageRows,
     bench_module="narrowkv.testing.bench.sage",
     report_measured="--context 16384 --granularity per_thread",
+    report_cases=(
+        "q_lens=130,k_lens=150,causal=bottom_right",
+        "qk=fp8,q_lens=300,k_lens=333,window_left=100,window_right=30",
+        "qk=int4,smooth_q=1,ragged=1,q_lens=70+200,k_lens=130+33",
+    ),
     report_quick="--batch 1 --context 128 --heads 2 --granularity per_thread",
 )
 

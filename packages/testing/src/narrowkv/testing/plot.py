@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from narrowkv.testing.backends import OURS
 from narrowkv.testing.cases import Case
-from narrowkv.testing.cases.sage import SageCase, SageResult
 from narrowkv.testing.checking import CaseResult
 from narrowkv.testing.codegen import KernelCode
 from narrowkv.testing.format_errors import SETS, FormatError
@@ -22,7 +21,7 @@ from narrowkv.testing.probing import Answer
 if TYPE_CHECKING:
     from narrowkv.testing.bench.timing import Ceilings
 
-__all__ = ["plot_answers", "plot_cases", "plot_recipes", "plot_registers", "plot_sage"]
+__all__ = ["plot_answers", "plot_cases", "plot_recipes", "plot_registers"]
 
 
 # The palette of Okabe and Ito without its yellow, which is too light for dots on white.
@@ -170,11 +169,15 @@ def plot_answers(rows: Sequence[Answer], path: Path) -> None:
 
 
 def plot_cases(results: Sequence[tuple[Case, CaseResult]], operation: OperationEntry, path: Path) -> None:
-    """Every case's error, a row for each query and cache, a colour for each place."""
+    """Every case's error, a row for each query and cache, a colour for each place.
+
+    What quantising costs, too, has a colour for each place.
+    """
     dots = sorted(
-        (f"{case.kind[0]} over {case.kind[1]}", result.place, result.error.relative_l1)
+        (f"{case.kind[0]} over {case.kind[1]}", f"{result.place}{against}", error.relative_l1)
         for case, result in results
-        if result.error is not None
+        for against, error in (("", result.error), (", quantisation included", result.total))
+        if error is not None
     )
     plot_dots(
         dots,
@@ -195,17 +198,6 @@ def plot_recipes(errors: Sequence[FormatError], path: Path) -> None:
     ]
     title = "what a cache recipe costs: bits are of an element, scales included"
     plot_dots(dots, path, title=title, label="RMSE of attention's output", with_values=True)
-
-
-def plot_sage(results: Sequence[tuple[SageCase, SageResult]], path: Path) -> None:
-    """Every case's error against attention that quantises nothing."""
-    dots = [
-        (f"{c.qk_dtype}, {c.granularity}, {c.data}", f"mean of {c.smoothing} out, {r.place}",
-         r.total.relative_l1)
-        for c, r in results
-        if r.total is not None
-    ]  # fmt: skip
-    plot_dots(dots, path, title="sage_attention against fp32, nothing quantised", label="relative L1 error")
 
 
 def plot_registers(compiled: Sequence[tuple[str, str, tuple[KernelCode, ...]]], path: Path) -> None:

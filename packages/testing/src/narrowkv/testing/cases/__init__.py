@@ -61,6 +61,14 @@ class Inputs(Protocol):
         """After `call` and `reference`: which stored bytes are wrong; empty if all are right."""
         return ""  # an operation that stores only its outputs
 
+    def exact(self) -> torch.Tensor | None:
+        """`o` in fp32 from the tensors themselves, where the operation quantises them; None elsewhere."""
+        return None
+
+    def lse_slack(self) -> float:
+        """After `call`: how much more than the case's bound lse may be off on the target."""
+        return 0.0
+
 
 class Case(Protocol):
     """One call of an operation."""
@@ -76,6 +84,11 @@ class Case(Protocol):
     @property
     def kind(self) -> tuple[str, str]:
         """For tables: the format of the query, and that of the keys and values."""
+
+    @property
+    def published(self) -> tuple[float, float, float] | None:
+        """Cosine, relative L1 and RMSE of the published method against `Inputs.exact`, if there are any."""
+        return None
 
     def inputs(self, device: str = "cpu") -> Inputs:
         """The tensors, made on the CPU, so that every device gets the same numbers."""
