@@ -417,8 +417,8 @@ SAGE = OperationEntry(
     report_measured="--context 16384 --granularity per_thread",
     report_cases=(
         "q_lens=130,k_lens=150,causal=bottom_right",
-        "qk=fp8,q_lens=300,k_lens=333,window_left=100,window_right=30",
-        "qk=int4,smooth_q=1,ragged=1,q_lens=70+200,k_lens=130+33",
+        "qk=fp8,q_lens=130,k_lens=200,window_left=100,window_right=30",
+        "qk=int4,smooth_q=1,ragged=1,q_lens=70+130,k_lens=130+33",
     ),
     report_quick="--batch 1 --context 128 --heads 2 --granularity per_thread",
 )
