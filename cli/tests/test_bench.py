@@ -191,7 +191,7 @@ def test_ranks_are_probed_and_the_worst_of_each_case_is_shown(
         assert work is check_cases
         return [[Checked(case.name, at, 0.01, 0.02, True, 64) for case in CASES] for at in (0.001, error)]
 
-    monkeypatch.setattr("narrowkv.cli.probe.run_ranks", run_ranks)
+    monkeypatch.setattr("narrowkv.cli.ranks.run_ranks", run_ranks)
     found = document("probe cp --ranks 2", ends=ends)
     assert found["ranks"] == 2
     assert [case["name"] for case in found["cases"]] == [case.name for case in CASES]

@@ -104,7 +104,7 @@ def probe(
     """
     if contract_set == "cp":
         report.refuse("to cp", "full", "on", "target", "jobs", "plot", "resume")
-        from narrowkv.cli.probe import probe_cp
+        from narrowkv.cli.ranks import probe_cp
 
         return probe_cp(report, ranks=ranks)
     report.refuse("to contract sets: it is cp's", "ranks")

@@ -254,7 +254,7 @@ def bench_cp(
     """Time of decode over GPUs: attention, communication, share hidden, rate over one GPU's."""
     (pair,) = heads_of(heads, most=1)
     one_of("--format", cache_format, CACHE_FORMATS)
-    from narrowkv.cli import bench as work
+    from narrowkv.cli import ranks as over_ranks
     from narrowkv.testing.bench.context_parallel import LINK_OF_TARGET, LINKS, Setting
 
     setting = Setting(
@@ -263,11 +263,13 @@ def bench_cp(
     )  # fmt: skip
     if not model:
         report.refuse("without --model", "gpus", "target", "link", "hbm")
-        return work.bench_cp(report, setting, ranks=ranks)
+        return over_ranks.bench_cp(report, setting, ranks=ranks)
     report.refuse("with --model", "ranks", "comm")
     one_of("--target", target, tuple(LINK_OF_TARGET))
     link = one_of("--link", link or LINK_OF_TARGET[target], tuple(LINKS))
-    return work.model_cp(report, setting, gpus=numbers("--gpus", gpus), target=target, link=link, hbm=hbm)
+    return over_ranks.model_cp(
+        report, setting, gpus=numbers("--gpus", gpus), target=target, link=link, hbm=hbm
+    )
 
 
 Line = Annotated[

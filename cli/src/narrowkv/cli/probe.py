@@ -1,4 +1,4 @@
-"""`narrowkv probe`: sets of contracts, calls of models, and decode over ranks.
+"""`narrowkv probe`: sets of contracts, and calls of models.
 
 Each contract is run at every requested place (the GPU, the CPU, or an emulated AMD target) and compiled for
 every target. Without a requested place, some workgroups of the compiled AMD code also run in the emulator,
@@ -19,10 +19,8 @@ from typing import Any
 
 from narrowkv.cli.report import Column, ExitCode, Report, Sheet, filled, keys, numbers, own_command
 from narrowkv.cli.running import find_places, run_all
-from narrowkv.context_parallel.ranks import run_ranks
 from narrowkv.testing import probing
 from narrowkv.testing.backends import OURS, PEERS
-from narrowkv.testing.cases.context_parallel import CASES, Checked, check_cases
 from narrowkv.testing.codegen import main_kernel
 from narrowkv.testing.machine import versions
 from narrowkv.testing.models import (
@@ -319,27 +317,6 @@ def record(row: Answer) -> dict[str, Any]:
     """A CSV row."""
     fields = {name: getattr(row, name) for name in row.__dataclass_fields__ if name != "compiled"}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def probe_cp(report: Report, *, ranks: int) -> ExitCode:
-    """Checks every case over `ranks` processes with gloo, and shows the largest error of any rank."""
-    found: list[list[Checked]] = run_ranks(check_cases, ranks)
-    sheet = Sheet([*keys("case"), *numbers("error", "one rank", "bound", "sent bytes", "repeats", "")])
-    rows: list[dict[str, Any]] = []
-    for case, checks in zip(CASES, zip(*found, strict=True), strict=True):
-        worst = max(checks, key=lambda checked: checked.error / checked.bound)
-        passed = all(checked.passed for checked in checks)
-        repeats = all(checked.repeats for checked in checks)
-        sheet.add(
-            case.name, number(worst.error), number(worst.one_rank), number(worst.bound), worst.sent_bytes,
-            "yes" if repeats else "no", "pass" if passed else "FAIL", style="" if passed else "red",
-        )  # fmt: skip
-        rows.append({**asdict(worst), "passed": passed, "repeats": repeats})
-    report.show(sheet)
-    failed = [row for row in rows if not row["passed"]]
-    report.say(f"{len(rows) - len(failed)} of {len(rows)} cases equal one rank's attention on {ranks} ranks")
-    code = ExitCode.NUMERICAL if failed else ExitCode.OK
-    return report.finish({"ranks": ranks, "backend": "gloo", "cases": rows}, code, rows=rows)
 
 
 _ORDER = (EXACT, REFUSED, WRONG)  # from the best to the worst
