@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from narrowkv.testing.cases import latent, sparse
 from narrowkv.testing.cases.decode import BOUND, DecodeCase
+from narrowkv.testing.cases.latent import LatentCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sparse import SparseCase
 from narrowkv.testing.checking import check, run_case
 
 SMALL = DecodeCase(lens=(20, 3), gqa_ratio=3, head_dim=64)
@@ -47,3 +53,26 @@ def test_a_wrong_answer_fails_and_says_why(spoil: object, words: str) -> None:
     result = check(SMALL, inputs, spoil(*inputs.reference()))  # type: ignore[operator]
     assert not result.passed
     assert words in result.detail
+
+
+@pytest.mark.parametrize(
+    "case", [DecodeCase.small(batch_invariant=True), PrefillCase.small(batch_invariant=True)]
+)
+def test_a_batch_invariant_case_has_such_a_plan(case: Any) -> None:
+    assert case.inputs().plan().batch_invariant
+
+
+@pytest.mark.parametrize(
+    ("case", "where", "name"),
+    [
+        (SparseCase.small(mode="decode", splits=0, batch_invariant=True), sparse, "sparse_decode"),
+        (LatentCase(batch_invariant=True), latent, "latent_decode"),
+    ],
+)
+def test_a_batch_invariant_case_makes_such_a_call(
+    case: Any, where: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(where, name, lambda *_, **options: given.update(options))
+    case.inputs().call()
+    assert (given["batch_invariant"], given["num_splits"]) == (True, None)

@@ -53,6 +53,7 @@ class DecodeCase(CacheCase):
         window_left, logits_soft_cap, sinks: options of the call; -1 and 0 are off.
         split: forces how the keys are split; empty leaves it to the plan.
         kernel: forces "native", "decode" or "fp8"; empty leaves it to the target.
+        batch_invariant: whether the plan is made for the same bits in any batch.
     """
 
     lens: tuple[int, ...] = (64, 37)
@@ -68,6 +69,7 @@ class DecodeCase(CacheCase):
     sinks: bool = False
     split: str = named("", words=("", "none", "even", "per_sequence"))
     kernel: str = named("", words=("", *DECODE_KERNELS))
+    batch_invariant: bool = False
 
     bound = BOUND
     lse_bound = LSE_BOUND
@@ -100,7 +102,9 @@ class DecodeCase(CacheCase):
         q, cache, table = self._draw(generator, device)
         sinks = torch.randn(q.shape[1], generator=generator).to(device) if self.sinks else None
         options = {**options_of(self, DecodeOptions, device), "sinks": sinks}
-        return DecodeInputs(q, cache, table, options, self.split or None, self.kernel or None)
+        return DecodeInputs(
+            q, cache, table, options, self.split or None, self.kernel or None, self.batch_invariant
+        )
 
     def _draw(
         self, generator: torch.Generator, device: torch.device | str
@@ -157,7 +161,7 @@ class DecodeInputs(Inputs):
         q: `[batch * q_len, num_qo_heads, head_dim]`.
         cache, table: the paged cache and its page table.
         options: keyword arguments of `paged_decode` other than `plan`.
-        split, kernel: what the plan is told, or None.
+        split, kernel, batch_invariant: what the plan is told; None leaves it to the plan.
     """
 
     q: torch.Tensor
@@ -166,15 +170,16 @@ class DecodeInputs(Inputs):
     options: dict[str, Any] = field(default_factory=dict)
     split: str | None = None
     kernel: str | None = None
+    batch_invariant: bool = False
 
     def plan(self, **changes: Any) -> DecodePlan:
         """The plan that the case asks for, with some arguments of `plan_decode` changed."""
-        forced = {"split": self.split, "kernel": self.kernel, **changes}
-        return plan_decode(self.q, self.cache, self.table, **forced)
+        forced = {"split": self.split, "kernel": self.kernel, "batch_invariant": self.batch_invariant}
+        return plan_decode(self.q, self.cache, self.table, **forced | changes)
 
     def call(self, plan: DecodePlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`paged_decode` on these inputs: `(o, lse)`. The output holds NaN before."""
-        if plan is None and (self.split or self.kernel):
+        if plan is None and (self.split or self.kernel or self.batch_invariant):
             plan = self.plan()
         dtype = self.options.get("out_dtype") or wide_dtype(self.q)
         size = (*self.q.shape[:2], self.cache.v_head_dim)
@@ -232,6 +237,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "outliers": (False, True),
     "clean": (False, True),
     "num_kv_heads": (1, 2, 3),
+    "batch_invariant": (False, True),
 }  # fmt: skip
 _VECTOR_PAGES = (16, 48, 64)
 
@@ -258,6 +264,8 @@ def mended(case: DecodeCase) -> DecodeCase:
         case = replace(case, scale_group=None, scale_format="e8m0")
     if case.layout == "vectorised" and any(get_format(name).is_packed for name in (k, v)):
         case = replace(case, layout="HND")
+    if case.batch_invariant:  # which says how keys are split
+        case = replace(case, split="")
     if case.q_len * case.gqa_ratio > 256:
         case = replace(case, q_len=2)
     if case.scale_group and case.head_dim % case.scale_group:

@@ -44,6 +44,7 @@ class LatentCase(Case):
         ragged: whether the page table is ragged.
         sinks: whether there are some.
         splits: programs that share the rows of a sequence; 0 leaves it to the plan.
+        batch_invariant: option of the call.
         spread: standard deviation of the logits, about: above 3 the softmax is peaky.
         seed: of all numbers.
     """
@@ -60,6 +61,7 @@ class LatentCase(Case):
     ragged: bool = False
     sinks: bool = False
     splits: int = 0
+    batch_invariant: bool = False
     spread: float = 1.0
     seed: int = 0
 
@@ -128,8 +130,10 @@ class LatentCall(Inputs):
 
     def call(self, **options: Any) -> Any:
         """`(o, lse)` unless `return_lse=False` is given."""
-        options = {"return_lse": True, "num_splits": self.case.splits or None, "sinks": self.sinks, **options}
-        return latent_decode(self.q, self.rows, self.table, **options)
+        case = {"num_splits": self.case.splits or None, "batch_invariant": self.case.batch_invariant}
+        return latent_decode(
+            self.q, self.rows, self.table, **{"return_lse": True, "sinks": self.sinks, **case, **options}
+        )
 
     def prepare(self) -> Callable[[], torch.Tensor]:
         """The call, which gives `o`."""
@@ -158,6 +162,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "ragged": (True,),
     "sinks": (True,),
     "splits": (1, 3, 16),
+    "batch_invariant": (True,),
     "spread": (0.0, 20.0),
 }
 

@@ -35,7 +35,7 @@ QUERIES = decode.QUERIES
 Lens = tuple[int, ...]
 _OPERATION_KERNELS = {"prefill": KERNELS, "append": APPEND_KERNELS}
 _NOT_OF_PREFILL = ("rope", "fp8_compute")
-_NOT_OF_APPEND = ("ragged", "causal", "window_right")
+_NOT_OF_APPEND = ("ragged", "causal", "window_right", "batch_invariant")
 _I32 = torch.int32
 
 
@@ -50,7 +50,7 @@ class PrefillCase(cases.CacheCase):
         gqa_ratio: query heads for each KV head.
         q_dtype: bf16 or fp16, or FP8 for a prefill; out_dtype: of the output, None for q's.
         fp8_compute: option of an append.
-        causal, window_left, window_right, logits_soft_cap, sinks: options; -1 and 0 are off.
+        causal, window_left, window_right, logits_soft_cap, sinks, batch_invariant: options; -1 and 0 are off.
         num_splits: forces how many programs share a tile's keys; 0 leaves it to the plan.
         rope: of an append: "neox", "gptj" or None; rotary_dim: the columns that it rotates.
 
@@ -73,6 +73,7 @@ class PrefillCase(cases.CacheCase):
     window_right: int = -1
     logits_soft_cap: float = named(0.0, "soft_cap")
     sinks: bool = False
+    batch_invariant: bool = False
     num_splits: int = named(0, "splits")
     rope: str | None = named(None, words={"": None, "neox": "neox", "gptj": "gptj"})
     rotary_dim: int = 32
@@ -207,7 +208,10 @@ class PrefillInputs(Inputs):
         if case.appends:
             return plan_append(*arguments, fp8_compute=case.fp8_compute, **forced | changes)
         # Only a caller who knows that every sequence has one query can have decode.
-        forced |= {"max_q_len": 1 if case.kernel == "decode" else None}
+        forced |= {
+            "max_q_len": 1 if case.kernel == "decode" else None,
+            "batch_invariant": case.batch_invariant,
+        }
         return plan_prefill(*arguments, **forced | changes)
 
     def call(self, plan: PrefillPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -344,6 +348,7 @@ def quick() -> Iterator[PrefillCase]:
     """The default case of each operation and kernel, and each value of each axis alone."""
     yield from (PrefillCase(), PrefillCase(operation="append"))
     yield PrefillCase(kernel="decode", q_lens=(1, 1, 1))
+    yield from (PrefillCase(batch_invariant=True, format=name) for name in FORMATS)
     for way in (*_PREFILLS, *_APPENDS):
         yield from each_alone(way, AXES)
         for change in ({}, *OF_BOTH, *(OF_APPEND if way.appends else OF_PREFILL)):

@@ -52,7 +52,8 @@ class SparseCase(Case):
         skipped: share of the indices that are -1.
         spread: standard deviation of the logits, about: above 3 the softmax is peaky.
         sink: whether there is one.
-        splits: of decode.
+        splits: of decode; 0 leaves it to the plan.
+        batch_invariant: option of decode.
         pool_rows, extend_rows: rows of the pool and of this forward.
         seed: of all numbers.
     """
@@ -73,6 +74,7 @@ class SparseCase(Case):
     spread: float = 1.0
     sink: bool = False
     splits: int = 3
+    batch_invariant: bool = False
     pool_rows: int = 256
     extend_rows: int = 64
     seed: int = 0
@@ -212,7 +214,8 @@ class SparseInputs(Inputs):
         if self.case.mode != "16bit":
             options["num_qo_heads"] = self.case.num_qo_heads
         if self.case.mode == "decode":
-            return sparse_decode(*arguments, num_splits=self.case.splits, **options)
+            splits, invariant = self.case.splits or None, self.case.batch_invariant
+            return sparse_decode(*arguments, num_splits=splits, batch_invariant=invariant, **options)
         if self.case.mode == "16bit":
             if isinstance(self.q, DSV4Rows):
                 raise TypeError("q must be bf16 or fp16 in mode wide, got fp8")
@@ -263,6 +266,7 @@ def quick() -> Iterator[SparseCase]:
     yield SparseCase(mode="16bit", layout="bf16")
     yield SparseCase(mode="16bit", layout="fp16", q="fp16")
     yield from each_alone(SparseCase(), AXES)
+    yield from (SparseCase(mode="decode", splits=0, batch_invariant=invariant) for invariant in (False, True))
 
 
 def full() -> Iterator[SparseCase]:
