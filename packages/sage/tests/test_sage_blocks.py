@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,13 +23,10 @@ W = SageCase.small
 
 
 def flags_of(case: SageCase, sizes: tuple[int, int], device: torch.device | str) -> torch.Tensor:
-    """A random mask of half the blocks; the first block of queries of head 0 attends to nothing."""
-    blocks = -(-max(case.q_lens) // sizes[0]), -(-max(case.k_lens) // sizes[1])
-    random = torch.Generator().manual_seed(7)
-    heads = case.num_kv_heads * case.gqa_ratio
-    flags = torch.rand(len(case.q_lens), heads, *blocks, generator=random) < 0.5
+    """The case's random mask; the first block of queries of head 0 attends to nothing."""
+    flags = replace(case, blocks=sizes, seed=7).block_mask(device)
     flags[0, 0, 0] = False
-    return flags.to(device)
+    return flags
 
 
 # Sizes of the blocks, lengths of Q and of K, and options.

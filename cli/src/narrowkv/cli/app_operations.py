@@ -283,8 +283,9 @@ Model = Annotated[
 
 def _add_inspect(group: typer.Typer, operation: OperationEntry) -> None:
     call = operation.inspect_call
-    options: list[Option] = [("target", Targets, BOTH), *(options_of(call) if call else ())]
-    options.append(("case", Line, None))
+    options: list[Option] = [
+        ("target", Targets, BOTH), *(options_of(call) if call else ()), ("case", Line, None)
+    ]  # fmt: skip
     if call:
         options.append(("asm", Assembly, False))
     options.append(("model", Model, True))
@@ -315,7 +316,7 @@ def _one_call(operation: OperationEntry, report: Report, given: Any) -> ExitCode
 
 
 def _shipped(operation: OperationEntry, report: Report, given: Any) -> ExitCode:
-    targets, line = amd_targets(given.target), getattr(given, "case", None)
+    targets, line = amd_targets(given.target), given.case
     check_case_formats(filter(None, [line]))
     from narrowkv.cli.inspection import inspect_calls
     from narrowkv.cli.running import parse_case
@@ -343,7 +344,7 @@ def inspect_model(
     ] = None,
     case: Annotated[
         list[str] | None,
-        typer.Option(metavar="OPERATION:LINE", help="A case of decode, prefill or sparse; repeatable."),
+        typer.Option(metavar="OPERATION:LINE", help="A case, as validate prints it; repeatable."),
     ] = None,
     peer: Annotated[
         list[Path] | None,

@@ -12,7 +12,6 @@ from typing import Any
 from narrowkv.cli.command_line import DecodeByDefault, Where, jobs
 from narrowkv.cli.report import Column, ExitCode, Report, Sheet, keys, numbers
 from narrowkv.cli.running import find_places, run_all
-from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.testing import format_errors
 from narrowkv.testing.cases import Case
 from narrowkv.testing.cases.decode import LSE_BOUND
@@ -186,12 +185,14 @@ def _show_worst(report: Report, results: Sequence[CaseResult], repro: Callable[[
 
 
 def _show_accuracy(report: Report, known: Cases, results: Sequence[tuple[Any, CaseResult]]) -> None:
-    """Tables of what quantising costs, beside the published figures."""
-    tables: dict[str, dict[tuple[str, str], tuple[Case, CaseResult]]] = {}
+    """Tables of errors against attention without quantisation, beside the published figures."""
+    tables: dict[str, dict[tuple[str, str], tuple[Case, str, bool]]] = {}
     for case, result in results:
         if known.accuracy is not None and result.total is not None:
             table, row, column = known.accuracy(case)
-            tables.setdefault(f"{result.place}, {table}", {})[row, column] = case, result
+            total = result.total
+            cell = case, _figures(total.cosine, total.relative_l1, total.rmse), result.passed
+            tables.setdefault(f"{result.place}, {table}", {})[row, column] = cell
     for name, cells in tables.items():
         columns = list(dict.fromkeys(column for _, column in cells))
         if len(columns) == 1:
@@ -200,18 +201,17 @@ def _show_accuracy(report: Report, known: Cases, results: Sequence[tuple[Any, Ca
         sheet = Sheet([*keys("quantised to"), *numbers(*columns, "published")])
         for row in dict.fromkeys(row for row, _ in cells):
             found = [cells.get((row, column)) for column in columns]
-            goals = [case.published for case, _ in filter(None, found) if case.published is not None]
+            goals = [case.published for case, *_ in filter(None, found) if case.published is not None]
             sheet.add(
-                row, *("-" if one is None else _figures(one[1].total) for one in found),
-                "{:.4f} / {:.3f} / {:.3f}".format(*goals[0]) if goals else "",
-                style="" if all(one is None or one[1].passed for one in found) else "bold red",
+                row, *("-" if one is None else one[1] for one in found),
+                _figures(*goals[0]) if goals else "",
+                style="" if all(passed for *_, passed in filter(None, found)) else "bold red",
             )  # fmt: skip
         report.show(sheet)
 
 
-def _figures(error: ErrorReport | None) -> str:
-    assert error is not None
-    return f"{error.cosine:.4f} / {error.relative_l1:.3f} / {error.rmse:.3f}"
+def _figures(cosine: float, relative_l1: float, rmse: float) -> str:
+    return f"{cosine:.4f} / {relative_l1:.3f} / {rmse:.3f}"
 
 
 def validate_fp4(

@@ -403,7 +403,7 @@ class SagePlan(launches.SageSettings):
         return checked
 
     def viewed(self, x: torch.Tensor) -> torch.Tensor:
-        """A dense tensor of the plan's layout as BSHD, and one of BSHD in the plan's layout."""
+        """A view of a dense tensor with tokens and heads swapped if the layout is BHSD: to BSHD, and back."""
         return x.transpose(1, 2) if self.options.layout == "BHSD" and not self.shape.ragged else x
 
     def _operand(self, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:

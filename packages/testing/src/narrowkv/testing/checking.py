@@ -36,7 +36,7 @@ class CaseResult:
         detail: why not.
         bound: of the relative L1 error.
         place: where it ran: "cpu", "gpu" or an emulated target.
-        total: of `o` against attention that quantises nothing, where the operation quantises.
+        total: error of `o` against attention without quantisation; None if the operation does not quantise.
     """
 
     case: str
@@ -54,7 +54,7 @@ def check(
 ) -> CaseResult:
     """Compares the results of a call, which it makes if it is given none, with the reference.
 
-    Those of an operation that quantises are no worse than published, too, where figures were published.
+    If figures were published for the case, the error against attention without quantisation must reach them.
 
     A few outputs can be unlucky enough that rounding the exact result to the output's dtype alone exceeds
     the bound; then the bound is that rounding and a tenth of the bound.

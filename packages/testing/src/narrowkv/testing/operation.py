@@ -224,8 +224,9 @@ class Cases:
         hbm_shares: by name of a family, its share where it is not the operation's.
         shipped: for a target, a case of every configuration that is shipped.
         columns: functions of a case whose values name a shipped configuration in a table, by header.
-        accuracy: of a case of an operation that quantises: the table of errors against attention that does
-            not, and the case's row and column there. A table of one column is not shown.
+        accuracy: for an operation that quantises, where a case's error against attention without
+            quantisation is shown: the name of the table, its row and its column. Tables of one column are
+            left out.
         tile_bytes: of a case's inputs and a target: HBM bytes of a pass of the hot loop by one workgroup, and
             the plan in words.
     """

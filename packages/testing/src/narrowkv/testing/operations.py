@@ -414,12 +414,12 @@ SAGE = OperationEntry(
     bench="Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal.",
     bench_rows=SageRows,
     bench_module="narrowkv.testing.bench.sage",
-    report_measured="--context 16384 --granularity per_thread",
     report_cases=(
         "q_lens=130,k_lens=150,causal=bottom_right",
         "qk=fp8,q_lens=130,k_lens=200,window_left=100,window_right=30",
         "qk=int4,smooth_q=1,ragged=1,q_lens=70+130,k_lens=130+33",
     ),
+    report_measured="--context 16384 --granularity per_thread",
     report_quick="--batch 1 --context 128 --heads 2 --granularity per_thread",
 )
 

@@ -171,7 +171,7 @@ def plot_answers(rows: Sequence[Answer], path: Path) -> None:
 def plot_cases(results: Sequence[tuple[Case, CaseResult]], operation: OperationEntry, path: Path) -> None:
     """Every case's error, a row for each query and cache, a colour for each place.
 
-    What quantising costs, too, has a colour for each place.
+    The error against attention without quantisation, where there is one, has colours of its own.
     """
     dots = sorted(
         (f"{case.kind[0]} over {case.kind[1]}", f"{result.place}{against}", error.relative_l1)

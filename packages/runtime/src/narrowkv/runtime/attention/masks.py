@@ -133,11 +133,12 @@ class SeenKeys(NamedTuple):
 def seen_keys(n, rows, COMPARE_ONCE: tl.constexpr = False):
     """[M, N]: the keys `n` that `rows`, which are `SeenKeys`, attend to.
 
-    COMPARE_ONCE: one unsigned comparison tests both bounds of a key. On AMD GPUs the result of a comparison
-        takes a pair of scalar registers; with two comparisons for each key, Sage's kernel spills some.
+    COMPARE_ONCE: test both bounds of a key with one unsigned comparison. On AMD GPUs the result of each
+        comparison occupies a pair of scalar registers, and two results a key are more than Sage's kernel has
+        registers for: it would spill.
     """
     if COMPARE_ONCE and rows.low is not None:
-        # For a key past `high` the difference is negative: as an unsigned number it is larger than any count.
+        # `high - n` is negative for a key past `high`; read as unsigned, it exceeds every count.
         count = tl.maximum(rows.high - rows.low + 1, 0)
         keep = (rows.high[:, None] - n[None, :]).to(tl.uint32) < count[:, None].to(tl.uint32)
     else:

@@ -62,11 +62,11 @@ class Inputs(Protocol):
         return ""  # an operation that stores only its outputs
 
     def exact(self) -> torch.Tensor | None:
-        """`o` in fp32 from the tensors themselves, where the operation quantises them; None elsewhere."""
+        """`o` in fp32 from the tensors before quantisation; None if the operation does not quantise them."""
         return None
 
     def lse_slack(self) -> float:
-        """After `call`: how much more than the case's bound lse may be off on the target."""
+        """After `call`: the error of lse that the target's own sums add to the case's bound."""
         return 0.0
 
 
@@ -87,7 +87,7 @@ class Case(Protocol):
 
     @property
     def published(self) -> tuple[float, float, float] | None:
-        """Cosine, relative L1 and RMSE of the published method against `Inputs.exact`, if there are any."""
+        """Published cosine similarity, relative L1 and RMSE against `Inputs.exact`; None without any."""
         return None
 
     def inputs(self, device: str = "cpu") -> Inputs:

@@ -53,7 +53,7 @@ class DecodeCase(CacheCase):
         window_left, logits_soft_cap, sinks: options of the call; -1 and 0 are off.
         split: forces how the keys are split; empty leaves it to the plan.
         kernel: forces "native", "decode" or "fp8"; empty leaves it to the target.
-        batch_invariant: whether the plan is made for the same bits in any batch.
+        batch_invariant: whether a sequence has the same bits in every batch.
     """
 
     lens: tuple[int, ...] = (64, 37)
@@ -161,7 +161,7 @@ class DecodeInputs(Inputs):
         q: `[batch * q_len, num_qo_heads, head_dim]`.
         cache, table: the paged cache and its page table.
         options: keyword arguments of `paged_decode` other than `plan`.
-        split, kernel, batch_invariant: what the plan is told; None leaves it to the plan.
+        split, kernel, batch_invariant: arguments of `plan_decode`.
     """
 
     q: torch.Tensor
@@ -264,7 +264,7 @@ def mended(case: DecodeCase) -> DecodeCase:
         case = replace(case, scale_group=None, scale_format="e8m0")
     if case.layout == "vectorised" and any(get_format(name).is_packed for name in (k, v)):
         case = replace(case, layout="HND")
-    if case.batch_invariant:  # which says how keys are split
+    if case.batch_invariant:  # its splits may not be forced
         case = replace(case, split="")
     if case.q_len * case.gqa_ratio > 256:
         case = replace(case, q_len=2)

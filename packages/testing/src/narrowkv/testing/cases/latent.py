@@ -130,10 +130,13 @@ class LatentCall(Inputs):
 
     def call(self, **options: Any) -> Any:
         """`(o, lse)` unless `return_lse=False` is given."""
-        case = {"num_splits": self.case.splits or None, "batch_invariant": self.case.batch_invariant}
-        return latent_decode(
-            self.q, self.rows, self.table, **{"return_lse": True, "sinks": self.sinks, **case, **options}
-        )
+        given = {
+            "return_lse": True,
+            "num_splits": self.case.splits or None,
+            "batch_invariant": self.case.batch_invariant,
+            "sinks": self.sinks,
+        }
+        return latent_decode(self.q, self.rows, self.table, **given | options)
 
     def prepare(self) -> Callable[[], torch.Tensor]:
         """The call, which gives `o`."""

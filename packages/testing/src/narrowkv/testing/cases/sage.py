@@ -46,9 +46,11 @@ class SageCase(Case):
         granularity: of Q's and of K's descales.
         smooth_k, smooth_q: whether K's, or Q's, mean is subtracted before quantisation.
         causal: as `sage_attention` takes it; "" for no mask.
-        window_left, window_right: keys before and after a query that it attends to; -1 for all.
-        blocks: queries and keys of a block of the block mask, half of whose blocks are masked; () for none.
-        layout: of a dense batch, as `sage_attention` takes it.
+        window_left, window_right: how many keys before and after its own position a query attends to; -1 for
+            all.
+        blocks: block sizes of the block mask, in queries and in keys; it masks half of the blocks at random.
+            () for no block mask.
+        layout: layout of a dense batch, as `sage_attention` takes it.
         q_lens, k_lens: tokens of each sequence; those of a dense batch are equal.
         num_kv_heads, gqa_ratio, head_dim: sizes.
         dtype: bf16 or fp16.
@@ -95,7 +97,7 @@ class SageCase(Case):
 
     @property
     def published(self) -> tuple[float, float, float] | None:
-        """The published figures that the case must reach: of the published method, at the default sizes."""
+        """The published figures; they are a bound for the published method at the default sizes alone."""
         method = replace(self, granularity="per_thread", seed=0) == SageCase(qk_dtype="int4", smooth_q=True)
         return PUBLISHED.get(self.granularity) if method else None
 
@@ -121,18 +123,19 @@ class SageCase(Case):
         if self.ragged:
             options |= {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
         if self.blocks:
-            options |= {"block_sizes": self.blocks, "block_mask": self._block_mask().to(device)}
+            options |= {"block_sizes": self.blocks, "block_mask": self.block_mask(device)}
         if self.layout == "BHSD":
             q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         return SageCall(self, q, k, v, options)
 
-    def _block_mask(self) -> torch.Tensor:
+    def block_mask(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A random mask of half the blocks, for `blocks`."""
         rows, keys = (
             -(-max(n) // size) for n, size in zip((self.q_lens, self.k_lens), self.blocks, strict=True)
         )
         heads = self.num_kv_heads * self.gqa_ratio
         random = torch.Generator().manual_seed(self.seed)
-        return torch.rand(len(self.q_lens), heads, rows, keys, generator=random) < 0.5
+        return (torch.rand(len(self.q_lens), heads, rows, keys, generator=random) < 0.5).to(device)
 
     def build(self, device: torch.device | str = "cpu", seed: int | None = None) -> SageInputs:
         """q, k, v, cu_seqlens_q, cu_seqlens_k; the last two None for a dense batch."""
@@ -174,8 +177,8 @@ class SageCase(Case):
 class SageCall(Inputs):
     """A case's tensors on a device.
 
-    `options` are keyword arguments of `sage_attention`. `target` is what the last call was made for: its FP8
-    format is what the reference quantises to.
+    `options` are keyword arguments of `sage_attention`. `target` is the target of the last call, whose FP8
+    format the reference quantises to.
     """
 
     case: SageCase
@@ -201,14 +204,14 @@ class SageCall(Inputs):
             o, lse = sage_attention_reference(self.q, self.k, self.v, return_lse=True, **self.options)
         return o, lse
 
-    def exact(self) -> torch.Tensor | None:
+    def exact(self) -> torch.Tensor:
         """`o` in fp32 over q, k and v as they are."""
         o = sage_attention_reference(self.q, self.k, self.v, **{**self.options, "qk_dtype": None})
         assert isinstance(o, torch.Tensor)
         return o
 
     def lse_slack(self) -> float:
-        """What the target's own sum of FP8 products costs."""
+        """The error of the target's own sums of FP8 products."""
         with self._on_target():
             return short_sum_error(self._plan(), self.q, self.k)
 
@@ -230,7 +233,7 @@ class SageCall(Inputs):
 
 
 _SMOOTHINGS = ((False, False), (True, False), (True, True))
-# Each is one case for each precision.
+# The sweep has each of these once for every precision.
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"causal": "top_left"},
@@ -249,9 +252,9 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def sweep(*, full: bool = False, seed: int = 0) -> list[SageCase]:
-    """Every precision, granularity and smoothing where channels have offsets, and then every option.
+    """Cases of every precision, granularity and smoothing over "offset" data, then cases of `_OPTIONS`.
 
-    When `full`, all data, and every option with every granularity.
+    `full` adds the other kinds of data, and every granularity for `_OPTIONS`.
     """
     data = ("offset", "outlier", "gaussian") if full else ("offset",)
     accuracy = [
@@ -298,7 +301,7 @@ def _attend(qk_dtype: str) -> object:
 
 
 def accuracy(case: SageCase) -> tuple[str, str, str]:
-    """Columns are what is subtracted from K and Q before they are quantised."""
+    """A case's table of accuracy, its row (precision and granularity) and its column (smoothing)."""
     rest = replace(
         case, qk_dtype="int8", granularity="per_thread", smooth_k=True, smooth_q=False, data="offset"
     )
